@@ -1,0 +1,1 @@
+//! The executor: a whole step through source, stream, model, adapter and gradients.

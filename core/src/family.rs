@@ -1,0 +1,143 @@
+//! What a plugin implements: a model family, and a model of that family.
+
+use std::fmt;
+
+use tch::Tensor;
+
+use crate::batch::Batch;
+use crate::block::BlockIndex;
+use crate::context::Context;
+use crate::error::Result;
+use crate::scope::Scope;
+use crate::site::Site;
+use crate::state::State;
+use crate::weights::WeightTable;
+
+/// One size that a family can describe: a published checkpoint, or `tiny`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FamilySize {
+    /// As typed on the command line: `8b`, `tiny`.
+    pub name: String,
+    /// The complete `config.json` text of that size.
+    pub config_json: String,
+}
+
+/// Chat template and special tokens of a family, for the checkpoints that `synth` writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChatFormat {
+    /// Jinja chat template in the published form.
+    pub chat_template: String,
+    /// Special tokens that the template and the configuration use, with the id each must have in the
+    /// vocabulary of the given configuration.
+    pub special_tokens: Vec<(String, u32)>,
+    /// Token that ends a turn; generation stops there.
+    pub eos_token: String,
+    /// Token that fills short rows.
+    pub pad_token: String,
+}
+
+/// A family of models: recognises a `config.json` and opens it.
+///
+/// Implementations hold no state. Every method may be called from any thread, in any order.
+/// A panic in a method is caught inside the plugin and reaches the host as
+/// [`Error::PluginPanic`](crate::Error::PluginPanic).
+pub trait ModelFamily: Send + Sync {
+    /// Name as typed on the command line: lower case, digits and dashes, for example `qwen3-vl`.
+    fn name(&self) -> String;
+
+    /// The values of `model_type` in `config.json` that this family opens.
+    fn model_types(&self) -> Vec<String>;
+
+    /// The sizes that [`ModelFamily::open`] was written for, `tiny` among them.
+    ///
+    /// # Errors
+    /// None of its own; a panic is reported as one.
+    fn sizes(&self) -> Result<Vec<FamilySize>>;
+
+    /// A model from the text of its `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) names the key that is missing or unusable.
+    fn open(&self, config_json: &str) -> Result<Box<dyn Model>>;
+
+    /// Chat template and special tokens for a checkpoint with this `config.json`.
+    ///
+    /// # Errors
+    /// As [`ModelFamily::open`].
+    fn chat_format(&self, config_json: &str) -> Result<ChatFormat>;
+}
+
+/// Sizes that the host needs to know of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct ModelDimensions {
+    pub hidden_size: usize,
+    pub vocab_size: usize,
+    pub num_hidden_layers: usize,
+    pub max_position_embeddings: usize,
+    /// Standard deviation of the weights that `synth` draws, in millionths (an integer crosses every
+    /// boundary unchanged).
+    pub initializer_range_ppm: u32,
+}
+
+/// One model: its weight table and its arithmetic.
+///
+/// The forward is the model card in code: it never sees a file, a format, an adapter or a device
+/// transfer. It must be a pure function of its arguments and of what the scope returns, because the
+/// backward pass runs it again.
+pub trait Model: Send + Sync + fmt::Debug {
+    /// The sizes.
+    fn dimensions(&self) -> ModelDimensions;
+
+    /// Every tensor of the published checkpoint that this model uses, in its block.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) when the configuration describes no possible table.
+    fn weights(&self) -> Result<WeightTable>;
+
+    /// Whether a checkpoint tensor that is not in the table may be left aside.
+    /// Anything else left over is an error.
+    fn ignores(&self, checkpoint_name: &str) -> bool;
+
+    /// Where adapters may attach. All linears of the table unless a family knows better.
+    ///
+    /// # Errors
+    /// As [`Model::weights`].
+    fn sites(&self) -> Result<Vec<Site>> {
+        Ok(self.weights()?.linear_sites())
+    }
+
+    /// Turns token ids into the first state and into what all blocks share.
+    ///
+    /// `batch` is on the device of `scope`. The state must hold
+    /// [`HIDDEN`](crate::state::HIDDEN), `[batch, sequence, hidden_size]` in the compute dtype.
+    ///
+    /// # Errors
+    /// Whatever the scope returns.
+    fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)>;
+
+    /// Runs one streamed block. Tensors that the block does not change are handed on as they are.
+    ///
+    /// # Errors
+    /// Whatever the scope returns.
+    fn forward_block(
+        &self,
+        block: BlockIndex,
+        scope: &dyn Scope,
+        context: &Context,
+        state: State,
+    ) -> Result<State>;
+
+    /// What the head multiplies: the final norm's output, `[batch, sequence, hidden_size]`.
+    ///
+    /// # Errors
+    /// Whatever the scope returns.
+    fn final_hidden(&self, scope: &dyn Scope, context: &Context, state: State) -> Result<Tensor>;
+
+    /// Logits of some rows: `[.., hidden_size]` to `[.., vocab_size]`. The host calls it for as many
+    /// rows at a time as memory allows.
+    ///
+    /// # Errors
+    /// Whatever the scope returns.
+    fn logits(&self, scope: &dyn Scope, hidden: &Tensor) -> Result<Tensor>;
+}

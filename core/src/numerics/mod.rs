@@ -1,0 +1,1 @@
+//! Arithmetic that families share: norms, rotary embeddings, activations.

@@ -1,0 +1,1 @@
+//! The plugin boundary: entry points, fingerprint, panic guard.

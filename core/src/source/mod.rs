@@ -1,0 +1,36 @@
+//! Where the bytes of blocks come from.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::block::{BlockIndex, BlockSpec};
+use crate::device::HostBuffer;
+use crate::error::Result;
+
+/// Where the bytes of blocks come from: pinned RAM, checkpoint files, shard files.
+///
+/// Reads may run on several threads at once. A source holds no device memory and knows neither family
+/// nor engine. Wrappers (checksums, faults, rate limits) implement it over another source.
+pub trait BlockSource: Send + Sync + fmt::Debug {
+    /// What and where, for messages: `safetensors files in /models/x`.
+    fn describe(&self) -> String;
+
+    /// The blocks in order, streamed ones first.
+    fn blocks(&self) -> &[BlockSpec];
+
+    /// Fills `into` with the bytes `range` of the image of `block`, gaps as zeros.
+    ///
+    /// `into` is exactly as long as `range`, which lies inside the image. Returns how many bytes came
+    /// from storage (gaps cost none).
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io) or [`Error::File`](crate::Error::File) naming the file; `into`
+    /// is then undefined. A later call may succeed.
+    fn read(&self, block: BlockIndex, range: Range<usize>, into: &mut [u8]) -> Result<usize>;
+
+    /// The whole image of `block` in memory that a copy engine can read in place.
+    /// `None`: read it instead.
+    fn lend(&self, _block: BlockIndex) -> Option<&HostBuffer> {
+        None
+    }
+}
