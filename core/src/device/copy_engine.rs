@@ -1,0 +1,145 @@
+//! Copies to the device, and the events that order them against computation.
+
+use std::fmt;
+use std::time::Instant;
+
+use tch::Device;
+
+use super::HostBuffer;
+use super::cuda::{CudaCopyEngine, CudaTimestamp};
+use crate::error::{Error, Result};
+
+/// A point in the work of a device. On the CPU, where work is done when the call returns, a time.
+#[derive(Debug)]
+pub enum Event {
+    /// On the CPU.
+    Host(Instant),
+    /// On a CUDA stream.
+    Cuda(CudaTimestamp),
+}
+
+/// Copies host memory to one device on a stream of their own, and orders them against the compute
+/// stream with events. No method but [`CopyEngine::synchronize`] waits for the device.
+///
+/// The compute stream is the device's default stream, on which libtorch runs unless told otherwise.
+pub trait CopyEngine: Send + Sync + fmt::Debug {
+    /// The device that copies go to.
+    fn device(&self) -> Device;
+
+    /// Whether device memory is host memory, so that a reader may fill it without a copy.
+    fn is_host_memory(&self) -> bool;
+
+    /// Starts copying `source` to the device address `destination` once `after` has happened on the
+    /// compute stream. Returns start and end of the copy.
+    ///
+    /// # Safety
+    /// `destination` must be valid for `source.len()` bytes on the device, and `source` must stay
+    /// alive and unchanged until the end event has happened.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the driver refuses.
+    unsafe fn copy(
+        &self,
+        source: &[u8],
+        destination: usize,
+        after: Option<&Event>,
+    ) -> Result<(Event, Event)>;
+
+    /// Marks the present end of the compute stream.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the driver refuses.
+    fn record(&self) -> Result<Event>;
+
+    /// Makes later work on the compute stream wait for `event`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the driver refuses.
+    fn wait(&self, event: &Event) -> Result<()>;
+
+    /// Makes the calling thread wait for `event`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], also for errors of earlier work on the device.
+    fn synchronize(&self, event: &Event) -> Result<()>;
+
+    /// Milliseconds between two events, or `None` while the later has not happened.
+    ///
+    /// # Errors
+    /// As [`CopyEngine::synchronize`].
+    fn elapsed_ms(&self, start: &Event, end: &Event) -> Result<Option<f64>>;
+
+    /// Host memory that this engine can read in place.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Cuda`] when it cannot be reserved or page-locked.
+    fn host_buffer(&self, num_bytes: usize) -> Result<HostBuffer> {
+        HostBuffer::for_device(num_bytes, self.device())
+    }
+}
+
+impl dyn CopyEngine {
+    /// The engine for `device`.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] without a usable CUDA device, [`Error::NotSupported`] for other devices.
+    pub fn for_device(device: Device) -> Result<Box<dyn CopyEngine>> {
+        match device {
+            Device::Cpu => Ok(Box::new(HostCopyEngine)),
+            Device::Cuda(index) => Ok(Box::new(CudaCopyEngine::new(index)?)),
+            other => Err(Error::NotSupported {
+                operation: "streaming",
+                implementer: format!("{other:?}"),
+            }),
+        }
+    }
+}
+
+/// Copies within host memory, for runs without a GPU.
+#[derive(Debug)]
+struct HostCopyEngine;
+
+impl CopyEngine for HostCopyEngine {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn is_host_memory(&self) -> bool {
+        true
+    }
+
+    unsafe fn copy(
+        &self,
+        source: &[u8],
+        destination: usize,
+        _after: Option<&Event>,
+    ) -> Result<(Event, Event)> {
+        let start = Instant::now();
+        // SAFETY: the caller vouches for `destination`; both ranges are distinct allocations.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source.as_ptr(), destination as *mut u8, source.len())
+        };
+        Ok((Event::Host(start), Event::Host(Instant::now())))
+    }
+
+    fn record(&self) -> Result<Event> {
+        Ok(Event::Host(Instant::now()))
+    }
+
+    fn wait(&self, _event: &Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn synchronize(&self, _event: &Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn elapsed_ms(&self, start: &Event, end: &Event) -> Result<Option<f64>> {
+        match (start, end) {
+            (Event::Host(start), Event::Host(end)) => {
+                Ok(Some(end.saturating_duration_since(*start).as_secs_f64() * 1e3))
+            }
+            _ => Err(Error::usage("an event of another device was given to the CPU engine")),
+        }
+    }
+}
