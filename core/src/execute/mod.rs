@@ -1,1 +1,382 @@
 //! The executor: a whole step through source, stream, model, adapter and gradients.
+//!
+//! Forward runs without a graph and keeps each block's input state. Backward goes back block by block:
+//! lease, recompute with a graph, vector-Jacobian product, drop. It stops at the lowest trainable block.
+
+mod backward;
+mod forward;
+mod gradients;
+mod loss;
+mod options;
+mod scope;
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+pub use backward::InputGradients;
+pub use forward::{Pass, PassInput};
+pub use gradients::{GradientSink, Gradients};
+pub use options::ExecutorOptions;
+pub use scope::BlockScope;
+
+use crate::adapter::{Adapter, lowest_trainable_block};
+use crate::batch::Batch;
+use crate::block::{BlockIndex, Placement};
+use crate::device::CopyEngine;
+use crate::error::{Error, Result};
+use crate::family::Model;
+use crate::source::BlockSource;
+use crate::state::NamedTensors;
+use crate::stream::{BlockStream, StreamStats, load_block};
+use loss::Targets;
+
+/// The resident blocks on the device.
+#[derive(Debug, Default)]
+pub struct Residents {
+    /// All their tensors, in stored dtypes.
+    pub tensors: NamedTensors,
+    /// Which block each name comes from.
+    pub blocks: BTreeMap<String, BlockIndex>,
+    /// Device memory they take.
+    pub num_bytes: usize,
+}
+
+/// One model on one device: executes passes over it, forward and backward.
+///
+/// Several executors can live in one process. One is driven by one thread.
+#[derive(Debug)]
+pub struct Executor {
+    model: Box<dyn Model>,
+    stream: BlockStream,
+    residents: Residents,
+    adapter: Option<Box<dyn Adapter>>,
+    options: ExecutorOptions,
+    num_streamed: usize,
+    resident_read_bytes: usize,
+    /// Training steps whose visits are in the stream's itinerary.
+    num_scheduled_steps: Cell<usize>,
+}
+
+/// Which optimizer step a pass belongs to.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StepOptions {
+    /// Number of the step, for dropout.
+    pub step: u64,
+    /// Whether a training step follows directly: its first blocks are then fetched during this one.
+    pub another_follows: bool,
+}
+
+/// Loss of a step, still on the device.
+#[derive(Debug)]
+pub struct StepLoss {
+    /// Mean negative log-likelihood per target, a scalar, fp32.
+    pub mean: Tensor,
+    /// Targets it is the mean of.
+    pub num_targets: usize,
+    /// Tokens that went through the model, padding left out.
+    pub num_tokens: usize,
+}
+
+impl Executor {
+    /// Sets up the engine and brings the resident blocks to the device.
+    ///
+    /// # Errors
+    /// Whatever the source, the device or the engine refuses, naming the block.
+    pub fn new(
+        model: Box<dyn Model>,
+        source: Arc<dyn BlockSource>,
+        adapter: Option<Box<dyn Adapter>>,
+        options: ExecutorOptions,
+    ) -> Result<Self> {
+        let engine: Arc<dyn CopyEngine> = Arc::from(<dyn CopyEngine>::for_device(options.device)?);
+        Self::with_engine(model, source, adapter, engine, options)
+    }
+
+    /// As [`Executor::new`] with a copy engine of the caller's.
+    ///
+    /// # Errors
+    /// As [`Executor::new`], and [`Error::WrongDevice`] when the engine copies to another device.
+    pub fn with_engine(
+        model: Box<dyn Model>,
+        source: Arc<dyn BlockSource>,
+        adapter: Option<Box<dyn Adapter>>,
+        engine: Arc<dyn CopyEngine>,
+        options: ExecutorOptions,
+    ) -> Result<Self> {
+        if !options.compute_kind_is_float() {
+            return Err(Error::usage(format!(
+                "{:?} cannot be the compute dtype",
+                options.compute_kind
+            )));
+        }
+        on_device("the copy engine", engine.device(), options.device)?;
+        for trainable in adapter.iter().flat_map(|adapter| adapter.trainables()) {
+            on_device(&trainable.name, trainable.tensor.device(), options.device)?;
+        }
+        let mut residents = Residents::default();
+        let mut resident_read_bytes = 0;
+        for (index, spec) in source.blocks().iter().enumerate() {
+            if spec.placement == Placement::Streamed {
+                continue;
+            }
+            let (tensors, read_bytes, _) = load_block(&source, &engine, BlockIndex(index))?;
+            residents.num_bytes += spec.image_bytes;
+            resident_read_bytes += read_bytes;
+            for (name, tensor) in tensors.iter() {
+                residents.tensors.insert(name, tensor.shallow_clone());
+                residents.blocks.insert(name.to_owned(), BlockIndex(index));
+            }
+        }
+        let num_streamed =
+            source.blocks().iter().filter(|block| block.placement == Placement::Streamed).count();
+        let stream = BlockStream::new(source, engine, &options.stream)?;
+        Ok(Self {
+            model,
+            stream,
+            residents,
+            adapter,
+            options,
+            num_streamed,
+            resident_read_bytes,
+            num_scheduled_steps: Cell::new(0),
+        })
+    }
+
+    /// Loss and gradients of one optimizer step, whose micro-batches all pass through a block during one
+    /// visit. The loss is the mean over the targets of the whole step.
+    ///
+    /// The host does not wait for the device: read the loss with [`Executor::loss_value`] when it is
+    /// needed.
+    ///
+    /// # Errors
+    /// Whatever a read, a kernel or the plugin reports. The engine is usable afterwards; gradients
+    /// already in the sink belong to a step that failed and must be cleared.
+    pub fn train_step(
+        &self,
+        batches: &[Batch],
+        options: StepOptions,
+        sink: &mut dyn GradientSink,
+    ) -> Result<StepLoss> {
+        self.recover(self.try_train_step(batches, options, sink))
+    }
+
+    fn try_train_step(
+        &self,
+        batches: &[Batch],
+        options: StepOptions,
+        sink: &mut dyn GradientSink,
+    ) -> Result<StepLoss> {
+        if self.trainables().is_empty() {
+            return Err(Error::usage("nothing is trainable: the model has no adapter"));
+        }
+        let targets: Vec<Targets> = batches
+            .iter()
+            .map(|batch| Targets::of(batch, self.options.device))
+            .collect::<Result<_>>()?;
+        let num_targets: usize = targets.iter().map(Targets::len).sum();
+        if num_targets == 0 {
+            return Err(Error::usage(
+                "no position of this step takes part in the loss: every label is -100",
+            ));
+        }
+        self.schedule_training(options.another_follows)?;
+        let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
+        let pass = self.run_forward(inputs, true, options.step, &mut |_, _, _| Ok(()))?;
+        let mut losses = Vec::new();
+        let mut grads = Vec::new();
+        for (micro_batch, targets) in targets.iter().enumerate() {
+            let (loss, grad) =
+                self.loss_and_grad(&pass, micro_batch, targets, num_targets, options.step, sink)?;
+            losses.push(loss);
+            grads.push(grad);
+        }
+        self.run_backward(pass, grads, options.step, sink)?;
+        self.num_scheduled_steps.set(self.num_scheduled_steps.get() - 1);
+        let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
+        Ok(StepLoss { mean: sum(losses)?, num_targets, num_tokens })
+    }
+
+    /// Mean loss over the targets of some batches, without gradients or dropout.
+    ///
+    /// # Errors
+    /// As [`Executor::train_step`]; also [`Error::Usage`] when a training step was announced to follow.
+    pub fn evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
+        self.recover(self.try_evaluate(batches))
+    }
+
+    fn try_evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
+        let targets: Vec<Targets> = batches
+            .iter()
+            .map(|batch| Targets::of(batch, self.options.device))
+            .collect::<Result<_>>()?;
+        let num_targets: usize = targets.iter().map(Targets::len).sum();
+        if num_targets == 0 {
+            return Err(Error::usage("no position takes part in the loss: every label is -100"));
+        }
+        let pass = self.forward(batches, &mut |_, _, _| Ok(()))?;
+        let losses = targets
+            .iter()
+            .enumerate()
+            .map(|(micro_batch, targets)| self.loss(&pass, micro_batch, targets, num_targets))
+            .collect::<Result<Vec<_>>>()?;
+        let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
+        Ok(StepLoss { mean: sum(losses)?, num_targets, num_tokens })
+    }
+
+    /// All logits of one batch, `[batch, sequence, vocab_size]` in the compute dtype, without dropout.
+    /// `on_block` sees the state after every block.
+    ///
+    /// # Errors
+    /// As [`Executor::evaluate`].
+    pub fn logits(
+        &self,
+        batch: &Batch,
+        on_block: &mut dyn FnMut(BlockIndex, &NamedTensors) -> Result<()>,
+    ) -> Result<Tensor> {
+        let mut run = || {
+            let pass = self.forward(std::slice::from_ref(batch), &mut |block, _, state| {
+                on_block(block, state)
+            })?;
+            self.head(&pass, 0)
+        };
+        self.recover(run())
+    }
+
+    /// The value of a loss. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when an earlier kernel failed.
+    pub fn loss_value(&self, loss: &StepLoss) -> Result<f64> {
+        self.stream.count_d2h(loss.mean.kind().elt_size_in_bytes())?;
+        Ok(loss.mean.f_double_value(&[])?)
+    }
+
+    /// The model.
+    pub fn model(&self) -> &dyn Model {
+        &*self.model
+    }
+
+    /// The streaming engine, for its statistics and observers.
+    pub fn stream(&self) -> &BlockStream {
+        &self.stream
+    }
+
+    /// The adapter, if there is one.
+    pub fn adapter(&self) -> Option<&dyn Adapter> {
+        self.adapter.as_deref()
+    }
+
+    /// The adapter, to be taken out.
+    pub fn into_adapter(self) -> Option<Box<dyn Adapter>> {
+        self.adapter
+    }
+
+    /// Device memory of the resident blocks.
+    pub fn resident_bytes(&self) -> usize {
+        self.residents.num_bytes
+    }
+
+    /// Bytes read from storage to load the resident blocks.
+    pub fn resident_read_bytes(&self) -> usize {
+        self.resident_read_bytes
+    }
+
+    /// Totals of the streaming engine.
+    ///
+    /// # Errors
+    /// As [`BlockStream::stats`].
+    pub fn stats(&self) -> Result<StreamStats> {
+        self.stream.stats()
+    }
+
+    /// The lowest block that backward visits when neither inputs nor contexts ask for gradients;
+    /// `None` when nothing in a streamed block is trainable.
+    pub fn lowest_trainable_block(&self) -> Option<BlockIndex> {
+        lowest_trainable_block(self.trainables()).filter(|block| block.0 < self.num_streamed)
+    }
+
+    /// Visits of one training step: every block forward, then back down to the lowest trainable one.
+    pub fn training_visits(&self) -> Vec<BlockIndex> {
+        let mut visits: Vec<_> = (0..self.num_streamed).map(BlockIndex).collect();
+        visits.extend(self.backward_visits(self.lowest_trainable_block()));
+        visits
+    }
+
+    fn backward_visits(&self, lowest: Option<BlockIndex>) -> Vec<BlockIndex> {
+        let lowest = lowest.map_or(self.num_streamed, |block| block.0);
+        (lowest..self.num_streamed).rev().map(BlockIndex).collect()
+    }
+
+    fn schedule_training(&self, another_follows: bool) -> Result<()> {
+        let wanted = 1 + usize::from(another_follows);
+        while self.num_scheduled_steps.get() < wanted {
+            self.stream.schedule(self.training_visits())?;
+            self.num_scheduled_steps.set(self.num_scheduled_steps.get() + 1);
+        }
+        Ok(())
+    }
+
+    fn trainables(&self) -> &[crate::adapter::Trainable] {
+        self.adapter.as_ref().map_or(&[], |adapter| adapter.trainables())
+    }
+
+    /// After an error nothing of the itinerary is left, so that the next call starts clean.
+    fn recover<T>(&self, outcome: Result<T>) -> Result<T> {
+        if outcome.is_err() {
+            self.num_scheduled_steps.set(0);
+            self.stream.abandon()?;
+        }
+        outcome
+    }
+
+    fn scope<'a>(
+        &'a self,
+        block: Option<BlockIndex>,
+        tensors: &'a NamedTensors,
+        dropout_seed: Option<u64>,
+    ) -> BlockScope<'a> {
+        BlockScope {
+            block,
+            block_name: block
+                .map_or("resident blocks", |block| &self.stream.blocks()[block.0].name),
+            tensors,
+            residents: &self.residents,
+            adapter: self.adapter.as_deref(),
+            dropout_seed,
+            compute_kind: self.options.compute_kind,
+            device: self.options.device,
+            attention: self.options.attention,
+        }
+    }
+}
+
+impl ExecutorOptions {
+    fn compute_kind_is_float(&self) -> bool {
+        matches!(self.compute_kind, Kind::Float | Kind::BFloat16 | Kind::Half | Kind::Double)
+    }
+}
+
+fn on_device(what: &str, found: Device, expected: Device) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
+    Err(Error::WrongDevice { what: what.to_owned(), expected, found })
+}
+
+fn sum(losses: Vec<Tensor>) -> Result<Tensor> {
+    let mut losses = losses.into_iter();
+    let first = losses.next().ok_or_else(|| Error::usage("a step needs at least one batch"))?;
+    losses.try_fold(first, |total, loss| Ok(total.f_add(&loss)?))
+}
+
+/// Tokens of a batch, padding left out. The mask is on the host.
+fn num_tokens(batch: &Batch) -> Result<usize> {
+    match &batch.attention_mask {
+        None => Ok(batch.input_ids.numel()),
+        Some(mask) => Ok(mask.f_sum(Kind::Int64)?.f_int64_value(&[])? as usize),
+    }
+}

@@ -26,7 +26,6 @@ use tch::{Device, Kind, Tensor};
 pub use lease::Lease;
 pub use resident::load_block;
 pub use stats::{Change, ResidencyObserver, StreamStats, Transition};
-pub(crate) use worker::panic_text;
 
 use crate::block::{BlockIndex, BlockSpec, Placement};
 use crate::device::{CopyEngine, Event};

@@ -1,0 +1,196 @@
+//! The head and the loss, in chunks of rows, over the rows that have a target.
+
+use tch::{Device, Kind, Reduction, Tensor};
+
+use super::Executor;
+use super::forward::Pass;
+use super::gradients::GradientSink;
+use crate::batch::{Batch, IGNORE_LABEL};
+use crate::device::grad;
+use crate::error::{Error, Result};
+use crate::state::{NamedTensors, State};
+
+/// The rows of a batch that have a target, and the targets.
+#[derive(Debug)]
+pub(super) struct Targets {
+    /// Positions in the flattened batch, `[num_targets]`, Int64, on the device.
+    rows: Tensor,
+    /// The token to be predicted at each, `[num_targets]`, Int64, on the device.
+    ids: Tensor,
+    num_targets: usize,
+}
+
+impl Targets {
+    /// Shifts the labels by one: position `t` predicts the label of `t + 1`.
+    pub(super) fn of(batch: &Batch, device: Device) -> Result<Self> {
+        let labels = batch
+            .labels
+            .as_ref()
+            .ok_or_else(|| Error::usage("a batch without labels has no loss"))?;
+        if labels.size() != batch.input_ids.size() || labels.dim() != 2 {
+            return Err(Error::usage(format!(
+                "labels {:?} and input_ids {:?} must both be [batch, sequence]",
+                labels.size(),
+                batch.input_ids.size()
+            )));
+        }
+        let (_, sequence) = labels.size2()?;
+        let last = labels.f_new_full(
+            [labels.size()[0], 1],
+            IGNORE_LABEL,
+            (Kind::Int64, labels.device()),
+        )?;
+        let shifted = match sequence {
+            0 => labels.shallow_clone(),
+            _ => Tensor::f_cat(&[&labels.f_narrow(1, 1, sequence - 1)?, &last], 1)?,
+        };
+        let flat = shifted.f_reshape([-1])?;
+        let rows = flat.f_ne(IGNORE_LABEL)?.f_nonzero()?.f_reshape([-1])?;
+        let ids = flat.f_index_select(0, &rows)?;
+        let num_targets = rows.numel();
+        Ok(Self { rows: rows.f_to_device(device)?, ids: ids.f_to_device(device)?, num_targets })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.num_targets
+    }
+}
+
+impl Executor {
+    /// All logits of one micro-batch.
+    pub(super) fn head(&self, pass: &Pass, micro_batch: usize) -> Result<Tensor> {
+        let _no_graph = tch::no_grad_guard();
+        let empty = NamedTensors::new();
+        let scope = self.scope(None, &empty, None);
+        let state = pass.outputs[micro_batch].clone();
+        let hidden = self.model.final_hidden(&scope, &pass.inputs[micro_batch].context, state)?;
+        self.model.logits(&scope, &hidden)
+    }
+
+    /// This micro-batch's share of the step's mean loss.
+    pub(super) fn loss(
+        &self,
+        pass: &Pass,
+        micro_batch: usize,
+        targets: &Targets,
+        num_targets: usize,
+    ) -> Result<Tensor> {
+        let _no_graph = tch::no_grad_guard();
+        let empty = NamedTensors::new();
+        let scope = self.scope(None, &empty, None);
+        let state = pass.outputs[micro_batch].clone();
+        let hidden = self.model.final_hidden(&scope, &pass.inputs[micro_batch].context, state)?;
+        let rows = select_rows(&hidden, targets)?;
+        let mut total = Tensor::f_zeros([], (Kind::Float, self.options.device))?;
+        for (start, length) in self.chunks(targets.num_targets) {
+            let logits = self.model.logits(&scope, &rows.f_narrow(0, start, length)?)?;
+            total = total.f_add(&share(&logits, targets, start, length, num_targets)?)?;
+        }
+        Ok(total)
+    }
+
+    /// As [`Executor::loss`], with the gradients of the state after the last block.
+    /// Trainables of the head go to the sink.
+    pub(super) fn loss_and_grad(
+        &self,
+        pass: &Pass,
+        micro_batch: usize,
+        targets: &Targets,
+        num_targets: usize,
+        step: u64,
+        sink: &mut dyn GradientSink,
+    ) -> Result<(Tensor, NamedTensors)> {
+        let mut total = Tensor::f_zeros([], (Kind::Float, self.options.device))?;
+        if targets.num_targets == 0 {
+            return Ok((total, NamedTensors::new()));
+        }
+        let empty = NamedTensors::new();
+        let head = crate::block::BlockIndex(self.num_streamed);
+        let scope = self.scope(None, &empty, Some(self.visit_seed(step, head, micro_batch)));
+        let head_trainables: Vec<(usize, &Tensor)> = self
+            .trainables()
+            .iter()
+            .enumerate()
+            .filter(|(_, trainable)| {
+                trainable.blocks.iter().any(|block| block.0 >= self.num_streamed)
+            })
+            .map(|(index, trainable)| (index, &trainable.tensor))
+            .collect();
+
+        let mut leaf_state = State::new();
+        let mut leaves: Vec<(&str, Tensor)> = Vec::new();
+        for (name, tensor) in pass.outputs[micro_batch].iter() {
+            let leaf = tensor.f_detach()?;
+            if pass.lowest.is_some() && tensor.is_floating_point() {
+                leaves.push((name, leaf.f_set_requires_grad(true)?));
+            }
+            leaf_state.insert(name, leaf);
+        }
+        let rows = tch::with_grad(|| {
+            let context = &pass.inputs[micro_batch].context;
+            select_rows(&self.model.final_hidden(&scope, context, leaf_state)?, targets)
+        })?;
+
+        let mut grad_rows = Vec::new();
+        for (start, length) in self.chunks(targets.num_targets) {
+            let chunk = rows.f_detach()?.f_narrow(0, start, length)?.f_set_requires_grad(true)?;
+            let loss = tch::with_grad(|| {
+                share(&self.model.logits(&scope, &chunk)?, targets, start, length, num_targets)
+            })?;
+            let mut inputs = vec![&chunk];
+            inputs.extend(head_trainables.iter().map(|(_, tensor)| *tensor));
+            let mut gradients = grad(&[&loss], &[&loss.f_ones_like()?], &inputs)?.into_iter();
+            grad_rows.push(gradients.next().flatten().ok_or_else(|| {
+                Error::usage("the model's logits do not depend on the hidden states it was given")
+            })?);
+            for ((index, _), gradient) in head_trainables.iter().zip(gradients) {
+                if let Some(gradient) = gradient {
+                    sink.accept(*index, gradient)?;
+                }
+            }
+            total = total.f_add(&loss.f_detach()?)?;
+        }
+        if !rows.requires_grad() {
+            return Ok((total, NamedTensors::new()));
+        }
+        let grad_rows = Tensor::f_cat(&grad_rows, 0)?;
+        let inputs: Vec<&Tensor> = leaves.iter().map(|(_, leaf)| leaf).collect();
+        let gradients = grad(&[&rows], &[&grad_rows], &inputs)?;
+        let named = leaves.iter().zip(gradients);
+        Ok((
+            total,
+            named
+                .filter_map(|((name, _), gradient)| Some(((*name).to_owned(), gradient?)))
+                .collect(),
+        ))
+    }
+
+    /// Start and length of each chunk of rows whose fp32 logits fit the budget.
+    fn chunks(&self, num_rows: usize) -> impl Iterator<Item = (i64, i64)> {
+        let row_bytes = self.model.dimensions().vocab_size.max(1) * size_of::<f32>();
+        let length = (self.options.loss_chunk_bytes / row_bytes).max(1);
+        (0..num_rows)
+            .step_by(length)
+            .map(move |start| (start as i64, length.min(num_rows - start) as i64))
+    }
+}
+
+/// `[num_targets, hidden_size]` of `[batch, sequence, hidden_size]`.
+fn select_rows(hidden: &Tensor, targets: &Targets) -> Result<Tensor> {
+    Ok(hidden.f_flatten(0, 1)?.f_index_select(0, &targets.rows)?)
+}
+
+/// The share of some rows in the mean over all targets of the step, in fp32.
+fn share(
+    logits: &Tensor,
+    targets: &Targets,
+    start: i64,
+    length: i64,
+    num_targets: usize,
+) -> Result<Tensor> {
+    let ids = targets.ids.f_narrow(0, start, length)?;
+    let logits = logits.f_to_kind(Kind::Float)?;
+    let sum =
+        logits.f_cross_entropy_loss::<Tensor>(&ids, None, Reduction::Sum, IGNORE_LABEL, 0.0)?;
+    Ok(sum.f_div_scalar(num_targets as f64)?)
+}

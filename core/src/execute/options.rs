@@ -1,0 +1,50 @@
+//! How a model is executed.
+
+use tch::{Device, Kind};
+
+use crate::numerics::AttentionKernel;
+use crate::stream::StreamOptions;
+
+/// How a model is executed.
+#[derive(Debug, Clone)]
+pub struct ExecutorOptions {
+    /// Where everything is computed.
+    pub device: Device,
+    /// Dtype of activations; weights are cast to it where they are used.
+    pub compute_kind: Kind,
+    /// How attention is computed.
+    pub attention: AttentionKernel,
+    /// The streaming engine.
+    pub stream: StreamOptions,
+    /// Most bytes of fp32 logits at one time: the loss is computed in chunks of rows.
+    pub loss_chunk_bytes: usize,
+    /// Seed of the run, for dropout.
+    pub seed: u64,
+}
+
+impl ExecutorOptions {
+    /// Fused attention, three slots, 128 MiB of logits.
+    pub fn new(device: Device, compute_kind: Kind) -> Self {
+        Self {
+            device,
+            compute_kind,
+            attention: AttentionKernel::Fused,
+            stream: StreamOptions::default(),
+            loss_chunk_bytes: 128 << 20,
+            seed: 0,
+        }
+    }
+}
+
+/// The seed of one visit's dropout, from (run, step, block, micro-batch): the recompute in backward gets
+/// the same one without any generator state being saved. The mixing is that of SplitMix64.
+pub(super) fn dropout_seed(run: u64, step: u64, block: u64, micro_batch: u64) -> u64 {
+    [step, block, micro_batch].into_iter().fold(mix(run), |seed, part| mix(seed ^ mix(part)))
+}
+
+fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
