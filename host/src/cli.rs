@@ -1,0 +1,157 @@
+//! The command line: what may be typed. What it does is in [`crate::commands`].
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::engine::{Precision, Tier};
+use crate::size::Size;
+
+/// Finetune and run transformer models far larger than the GPU they run on.
+#[derive(Debug, Parser)]
+#[command(name = "blockstreamer", version, propagate_version = true)]
+pub struct Cli {
+    /// Folder to look for plugins in, before BLOCKSTREAMER_PLUGIN_PATH and the program's own folder
+    #[arg(long = "plugin-dir", value_name = "DIR", global = true)]
+    pub plugin_dirs: Vec<PathBuf>,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// List the model families found, and what was refused and why
+    Families {
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Write a random checkpoint in the published layout, with a tokenizer
+    Synth(SynthArgs),
+    /// Write a model as aligned, checksummed block files
+    Shard(ShardArgs),
+    /// Train a LoRA adapter
+    Train(TrainArgs),
+    /// Loss and perplexity of a model on rows
+    Eval(EvalArgs),
+    /// Check a model family, or a plugin file
+    Conformance(ConformanceArgs),
+    /// What this machine offers: device, libtorch, link and disk speed, memory, plugins
+    Doctor {
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
+        /// Folder whose disk is measured
+        #[arg(long, default_value = ".")]
+        path: PathBuf,
+    },
+}
+
+/// `synth`
+#[derive(Debug, Args)]
+pub struct SynthArgs {
+    /// Family and size, for example qwen3-vl:tiny; `families` lists them
+    pub model: String,
+    /// Folder to write
+    #[arg(long)]
+    pub out: PathBuf,
+    /// Decoder layers, instead of the size's own number
+    #[arg(long)]
+    pub layers: Option<usize>,
+    /// The same seed gives the same weights
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Largest file
+    #[arg(long, default_value = "5GB")]
+    pub max_file: Size,
+}
+
+/// `shard`
+#[derive(Debug, Args)]
+pub struct ShardArgs {
+    /// Folder of the model
+    pub model: PathBuf,
+    /// Folders to write, separated by commas; blocks are dealt round over them
+    #[arg(long, value_delimiter = ',', required = true)]
+    pub out: Vec<PathBuf>,
+    /// Check existing shards instead of writing
+    #[arg(long)]
+    pub verify: bool,
+}
+
+/// `train`
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// Run file
+    pub config: Option<PathBuf>,
+    /// Folder of the model
+    #[arg(long)]
+    pub model: Option<PathBuf>,
+    /// JSONL file of {"text": …} or {"messages": […]} rows
+    #[arg(long)]
+    pub data: Option<PathBuf>,
+    /// Folder of the run
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Go on from the newest checkpoint
+    #[arg(long)]
+    pub resume: bool,
+    /// Change a setting of the run file: lora.rank=8
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+/// `eval`
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// Folder of the model
+    pub model: PathBuf,
+    /// Folder of a LoRA adapter
+    #[arg(long)]
+    pub adapter: Option<PathBuf>,
+    /// JSONL file of rows
+    #[arg(long)]
+    pub data: PathBuf,
+    /// Most tokens of a row; longer rows lose their end
+    #[arg(long, default_value_t = 2048)]
+    pub sequence_length: usize,
+    /// Rows of one pass
+    #[arg(long, default_value_t = 1)]
+    pub batch_size: usize,
+    /// auto, cpu, cuda, cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// Compute dtype
+    #[arg(long, value_enum, default_value_t = Precision::Auto)]
+    pub dtype: Precision,
+    /// Where blocks are taken from
+    #[arg(long, value_enum, default_value_t = Tier::Disk)]
+    pub tier: Tier,
+    /// Blocks on the device beyond the one in use
+    #[arg(long, default_value_t = 2)]
+    pub prefetch_ahead: usize,
+    /// Print one JSON document
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `conformance`
+#[derive(Debug, Args)]
+pub struct ConformanceArgs {
+    /// Name of a family, or path of a plugin
+    pub family: String,
+    /// Folder with a checkpoint and golden tensors, as goldens/make_tiny.py writes it
+    #[arg(long, value_name = "DIR")]
+    pub golden: Vec<PathBuf>,
+    /// auto, cpu, cuda, cuda:N
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+    /// fp32 or bf16
+    #[arg(long, value_enum, default_value_t = Precision::Fp32)]
+    pub dtype: Precision,
+    /// Print one JSON document
+    #[arg(long)]
+    pub json: bool,
+}

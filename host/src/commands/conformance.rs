@@ -1,0 +1,54 @@
+//! `conformance`: checks a family, and with goldens its numbers.
+
+use std::path::Path;
+
+use anyhow::Result;
+use blockstreamer_conformance::{Options, Report, check_family, check_golden};
+use serde_json::json;
+use tch::Kind;
+
+use super::{print, print_json};
+use crate::cli::ConformanceArgs;
+use crate::engine::device;
+use crate::plugins::Registry;
+
+pub(super) fn run(registry: &Registry, args: &ConformanceArgs) -> Result<bool> {
+    let device = device(&args.device)?;
+    let options = Options::new(device, args.dtype.kind(device));
+    let path = Path::new(&args.family);
+    // A path means that very file, whatever else was found.
+    let loaded;
+    let registry = if path.is_file() {
+        loaded = Registry::of_file(path)?;
+        &loaded
+    } else {
+        registry
+    };
+    let mut report = Report::default();
+    let families = if path.is_file() { registry.names() } else { vec![args.family.clone()] };
+    for name in families {
+        let family = registry.family(&name)?;
+        if args.golden.is_empty() {
+            report.extend(check_family(family, &options)?);
+        }
+        for golden in &args.golden {
+            report.extend(check_golden(family, golden, &options)?);
+        }
+    }
+    let passed = report.passed();
+    if args.json {
+        print_json(&json!({ "passed": passed, "checks": report.checks }))?;
+        return Ok(passed);
+    }
+    for check in &report.checks {
+        let mark = if check.passed { "ok  " } else { "FAIL" };
+        let error = match (check.max_error, check.tolerance) {
+            (Some(error), Some(tolerance)) => format!("{error:.2e} (at most {tolerance:.1e})"),
+            _ => String::new(),
+        };
+        print(&format!("{mark} {:<72} {error} {}", check.name, check.detail))?;
+    }
+    let num_failed = report.checks.iter().filter(|check| !check.passed).count();
+    print(&format!("{} checks, {num_failed} failed", report.checks.len()))?;
+    Ok(passed)
+}

@@ -1,0 +1,119 @@
+//! `doctor`: what this machine offers, as measured.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use blockstreamer_core::device::{cuda_info, host_to_device_gb_per_s, load_cuda};
+use blockstreamer_core::plugin::libtorch_version;
+use serde_json::{Value, json};
+use tch::Device;
+
+use super::{print, print_json};
+use crate::plugins::Registry;
+use crate::size::Size;
+
+const SAMPLE_BYTES: usize = 256 << 20;
+
+pub(super) fn run(registry: &Registry, json: bool, path: &Path) -> Result<()> {
+    let report = json!({
+        "cuda": cuda(),
+        "libtorch": libtorch_version(),
+        "memory": memory(),
+        "disk": disk(path),
+        "plugins": {
+            "families": registry.names(),
+            "refused": registry.refused().iter().map(|refused| json!({
+                "path": refused.path,
+                "reason": refused.reason,
+            })).collect::<Vec<_>>(),
+        },
+    });
+    if json {
+        return print_json(&report);
+    }
+    print(&lines(&report, 0))
+}
+
+/// Indented `key: value` lines.
+fn lines(value: &Value, depth: usize) -> String {
+    let Value::Object(entries) = value else { return value.to_string() };
+    let line = |(key, value): (&String, &Value)| {
+        let indent = "  ".repeat(depth);
+        match value {
+            Value::Object(_) => format!("{indent}{key}\n{}", lines(value, depth + 1)),
+            Value::String(text) => format!("{indent}{key}: {text}"),
+            _ => format!("{indent}{key}: {value}"),
+        }
+    };
+    entries.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn cuda() -> Value {
+    if let Err(reason) = load_cuda() {
+        return json!({ "available": false, "reason": reason.to_string() });
+    }
+    match (cuda_info(0), host_to_device_gb_per_s(Device::Cuda(0), SAMPLE_BYTES)) {
+        (Ok(info), Ok(rate)) => json!({
+            "available": true,
+            "name": info.name,
+            "total": Size { num_bytes: info.total_bytes as u64 },
+            "free": Size { num_bytes: info.free_bytes as u64 },
+            "host_to_device_gb_per_s": round(rate),
+        }),
+        (Err(error), _) => json!({ "available": false, "reason": error.to_string() }),
+        (_, Err(error)) => json!({ "available": false, "reason": error.to_string() }),
+    }
+}
+
+fn memory() -> Value {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = meminfo.lines().find(|line| line.starts_with(name))?;
+        let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+        Some(Size { num_bytes: kib << 10 })
+    };
+    let limit = |file: &str| {
+        let text = std::fs::read_to_string(file).ok()?;
+        text.trim().parse::<u64>().ok().map(|num_bytes| Size { num_bytes })
+    };
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let memlock = limits.lines().find(|line| line.starts_with("Max locked memory"));
+    json!({
+        "total": field("MemTotal:"),
+        "available": field("MemAvailable:"),
+        "cgroup_limit": limit("/sys/fs/cgroup/memory.max"),
+        "locked_memory_limit": memlock.and_then(|line| line.split_whitespace().nth(3)),
+    })
+}
+
+fn disk(path: &Path) -> Value {
+    match disk_gb_per_s(path) {
+        Ok(rate) => json!({ "path": path, "read_gb_per_s": rate }),
+        Err(error) => json!({ "path": path, "error": format!("{error:#}") }),
+    }
+}
+
+/// Rate of reading a file that was just written, with its pages dropped from the cache.
+fn disk_gb_per_s(folder: &Path) -> Result<f64> {
+    let mut file = tempfile::NamedTempFile::new_in(folder)
+        .with_context(|| format!("cannot write into {}", folder.display()))?;
+    // Not all zeros: some file systems store those without writing them.
+    let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    for _ in 0..SAMPLE_BYTES / chunk.len() {
+        file.write_all(&chunk)?;
+    }
+    file.as_file().sync_all()?;
+    rustix::fs::fadvise(file.as_file(), 0, None, rustix::fs::Advice::DontNeed)?;
+    let mut reader = File::open(file.path())?;
+    let mut buffer = vec![0; 4 << 20];
+    let start = Instant::now();
+    while reader.read(&mut buffer)? > 0 {}
+    Ok(round(SAMPLE_BYTES as f64 / start.elapsed().as_secs_f64() / 1e9))
+}
+
+fn round(value: f64) -> f64 {
+    (value * 100.0).round() / 100.0
+}

@@ -1,0 +1,56 @@
+//! `shard`: a model as aligned, checksummed block files.
+
+use anyhow::Result;
+use blockstreamer_core::source::{SafetensorsSource, ShardProgress, verify_shards, write_shards};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::print;
+use crate::cli::ShardArgs;
+use crate::engine::OpenModel;
+use crate::plugins::Registry;
+use crate::size::Size;
+
+pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  {msg}") {
+        bar.set_style(style);
+    }
+    let mut show = |progress: ShardProgress<'_>| {
+        bar.set_length(progress.total_bytes);
+        bar.set_position(progress.done_bytes);
+        bar.set_message(progress.block.to_owned());
+    };
+    let open = OpenModel::open(registry, &args.model)?;
+    let identity = open.layout.identity(&open.checkpoint)?;
+    if args.verify {
+        return verify(args, &identity, &mut show);
+    }
+    let source = SafetensorsSource::open(open.layout.clone())?;
+    let summary = write_shards(&source, &identity, &args.out, &mut show)?;
+    bar.finish_and_clear();
+    print(&format!(
+        "{} blocks, {}: {} written, {} were whole already; use them with --set stream.shards={}",
+        summary.num_written + summary.num_kept,
+        Size { num_bytes: summary.total_bytes },
+        summary.num_written,
+        summary.num_kept,
+        args.out[0].display()
+    ))?;
+    Ok(true)
+}
+
+fn verify(args: &ShardArgs, identity: &str, show: &mut dyn FnMut(ShardProgress<'_>)) -> Result<bool> {
+    let mut whole = true;
+    // Stale shards are refused by opening them; damaged ones are listed one by one.
+    blockstreamer_core::source::ShardSource::open(&args.out[0], Some(identity))?;
+    for damage in verify_shards(&args.out[0], show)? {
+        whole = false;
+        print(&format!("block {}: {}", damage.block, damage.reason))?;
+    }
+    if whole {
+        print("all shards are whole and belong to this model")?;
+    } else {
+        print("run shard again without --verify: it writes the damaged blocks anew and keeps the others")?;
+    }
+    Ok(whole)
+}

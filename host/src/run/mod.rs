@@ -1,0 +1,13 @@
+//! A training run: settings, loop, and what its folder holds.
+
+mod checkpoint;
+mod config;
+mod folder;
+mod metrics;
+mod progress;
+mod train;
+
+pub use config::{DataConfig, LoraConfig, OptimizerConfig, Overrides, RunConfig};
+pub use folder::RunFolder;
+pub use metrics::StepMetrics;
+pub use train::{RunSummary, train};

@@ -1,0 +1,252 @@
+//! The training loop.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use blockstreamer_core::adapter::{Adapter, Lora};
+use blockstreamer_core::execute::{Executor, Gradients, StepLoss, StepOptions};
+use blockstreamer_core::optimizer::{Optimizer, Parameter, Schedule, by_name, clip_gradient_norm};
+use blockstreamer_core::stream::StreamStats;
+use tch::{Device, Tensor};
+
+use super::checkpoint::{self, Checkpoint};
+use super::metrics::{MetricsFile, StepMetrics};
+use super::progress::Progress;
+use super::{RunConfig, RunFolder};
+use crate::data::{BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Tokenizer};
+use crate::engine::{OpenModel, device, executor_options};
+use crate::plugins::Registry;
+
+/// What a run came to.
+#[derive(Debug, Clone)]
+pub struct RunSummary {
+    /// Loss of the first step of this run.
+    pub first_loss: f64,
+    /// Loss of the last step.
+    pub last_loss: f64,
+    /// Steps done in all.
+    pub steps: u64,
+    /// Totals of the streaming engine.
+    pub stats: StreamStats,
+    /// The finished adapter.
+    pub adapter: PathBuf,
+}
+
+/// A step that was launched and whose loss has not been read yet.
+struct Launched {
+    step: u64,
+    loss: StepLoss,
+    grad_norm: Option<Tensor>,
+    learning_rate: f64,
+    read_bytes: u64,
+    h2d_bytes: u64,
+}
+
+/// Runs training by `config`, from the newest checkpoint when `resume` is asked for.
+///
+/// # Errors
+/// Whatever is wrong with settings, model, rows, files or device. What was saved before stays whole.
+pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<RunSummary> {
+    let device = device(&config.device)?;
+    let folder = RunFolder::open(&config.out, resume)?;
+    let open = OpenModel::open(registry, &config.model)?;
+    let mut batches = load_rows(config, &open)?;
+    let total_steps = config.steps.unwrap_or_else(|| batches.num_steps(config.epochs));
+
+    let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
+    let sites = open.model.sites()?;
+    let adapter: Box<dyn Adapter> = match &saved {
+        Some(saved) => Box::new(Lora::import(&saved.adapter(), &sites, device)?),
+        None => Box::new(Lora::new(&sites, &config.lora.options(config.seed)?, device)?),
+    };
+    let mut optimizer = by_name(&config.optimizer.name, config.optimizer.options())?;
+    if let Some(saved) = &saved {
+        saved.restore(&config.optimizer.name, &mut *optimizer, device)?;
+    }
+    let completed_steps = saved.as_ref().map_or(0, Checkpoint::completed_steps);
+    if completed_steps >= total_steps {
+        bail!("the run in {} has done all its {total_steps} steps", config.out.display());
+    }
+    folder.save_config(config)?;
+
+    let source = open.source(&config.stream, device)?;
+    let options = executor_options(device, config.dtype, &config.stream, config.seed)?;
+    let base_model = open.directory.canonicalize().unwrap_or(open.directory);
+    let executor = Executor::new(open.model, source, Some(adapter), options)?;
+    let mut run = Run {
+        config,
+        folder: &folder,
+        base_model: base_model.to_string_lossy().into_owned(),
+        executor: &executor,
+        metrics: MetricsFile::open(&folder.metrics(), completed_steps)?,
+        progress: Progress::new(completed_steps, total_steps),
+        last_read: Instant::now(),
+        first_loss: None,
+        last_loss: f64::NAN,
+    };
+    run.steps(&mut batches, &mut *optimizer, completed_steps..total_steps)?;
+    let (first_loss, last_loss) = (run.first_loss.unwrap_or(f64::NAN), run.last_loss);
+    drop(run);
+    adapter_of(&executor)?.export(&folder.adapter(), &base_model.to_string_lossy())?;
+    let stats = executor.stats()?;
+    Ok(RunSummary { first_loss, last_loss, steps: total_steps, stats, adapter: folder.adapter() })
+}
+
+/// The rows of a run as batches, checked against the model's vocabulary.
+fn load_rows(config: &RunConfig, open: &OpenModel) -> Result<Batches> {
+    let tokenizer = Tokenizer::load(&open.directory)?;
+    let dimensions = open.model.dimensions();
+    if config.sequence_length > dimensions.max_position_embeddings {
+        bail!(
+            "sequence_length {} is more than the {} positions of this model",
+            config.sequence_length,
+            dimensions.max_position_embeddings
+        );
+    }
+    let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
+    let options = DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
+    let dataset = Dataset::load(&config.data.path, &tokenizer, template.as_ref(), options)?;
+    if dataset.num_skipped > 0 || dataset.num_truncated > 0 {
+        tracing::warn!(skipped = dataset.num_skipped, truncated = dataset.num_truncated, "rows were too long");
+    }
+    let options = BatchOptions {
+        batch_size: config.batch_size,
+        micro_batches: config.micro_batches,
+        seed: config.seed,
+        shuffle: config.data.shuffle,
+    };
+    Ok(Batches::new(dataset, tokenizer.pad_id(), options)?)
+}
+
+fn adapter_of(executor: &Executor) -> Result<&dyn Adapter> {
+    executor.adapter().context("the run lost its adapter")
+}
+
+struct Run<'a> {
+    config: &'a RunConfig,
+    folder: &'a RunFolder,
+    base_model: String,
+    executor: &'a Executor,
+    metrics: MetricsFile,
+    progress: Progress,
+    last_read: Instant,
+    first_loss: Option<f64>,
+    last_loss: f64,
+}
+
+impl Run<'_> {
+    /// The loss of a step is read only after the next one was launched: the device never waits for us.
+    fn steps(
+        &mut self,
+        batches: &mut Batches,
+        optimizer: &mut dyn Optimizer,
+        steps: std::ops::Range<u64>,
+    ) -> Result<()> {
+        let schedule = Schedule {
+            learning_rate: self.config.learning_rate,
+            decay: self.config.optimizer.schedule,
+            warmup_steps: self.config.optimizer.warmup_steps,
+            total_steps: steps.end,
+        };
+        let mut launched: Option<Launched> = None;
+        for step in steps.clone() {
+            let next = self.launch(batches, optimizer, step, schedule.at(step), step + 1 < steps.end)?;
+            if let Some(before) = launched.replace(next) {
+                self.finish(before)?;
+            }
+            let done = step + 1;
+            let every = self.config.checkpoint_every;
+            if done == steps.end || (every > 0 && done.is_multiple_of(every)) {
+                if let Some(last) = launched.take() {
+                    self.finish(last)?;
+                }
+                checkpoint::save(
+                    &self.folder.checkpoints(),
+                    done,
+                    adapter_of(self.executor)?,
+                    &self.base_model,
+                    (&self.config.optimizer.name, optimizer),
+                    self.config.keep_checkpoints,
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(
+        &mut self,
+        batches: &mut Batches,
+        optimizer: &mut dyn Optimizer,
+        step: u64,
+        learning_rate: f64,
+        another_follows: bool,
+    ) -> Result<Launched> {
+        let rows = batches.step(step)?;
+        let before = self.executor.stats()?;
+        let mut sink = Gradients::new();
+        let loss = self.executor.train_step(&rows.batches, StepOptions { step, another_follows }, &mut sink)?;
+        let trainables = adapter_of(self.executor)?.trainables();
+        let (named, gradients): (Vec<_>, Vec<_>) =
+            sink.of(trainables).map(|(trainable, gradient)| (trainable, gradient.shallow_clone())).unzip();
+        let max_norm = self.config.optimizer.max_grad_norm;
+        let grad_norm =
+            if max_norm > 0.0 { Some(clip_gradient_norm(&gradients, max_norm)?) } else { None };
+        let parameters: Vec<Parameter<'_>> = named
+            .iter()
+            .zip(&gradients)
+            .map(|(trainable, gradient)| Parameter {
+                name: &trainable.name,
+                value: &trainable.tensor,
+                gradient,
+            })
+            .collect();
+        optimizer.step(&parameters, learning_rate)?;
+        let after = self.executor.stats()?;
+        Ok(Launched {
+            step,
+            loss,
+            grad_norm,
+            learning_rate,
+            read_bytes: after.read_bytes - before.read_bytes,
+            h2d_bytes: after.h2d_bytes - before.h2d_bytes,
+        })
+    }
+
+    fn finish(&mut self, launched: Launched) -> Result<()> {
+        let loss = self.executor.loss_value(&launched.loss)?;
+        let step = launched.step + 1;
+        if !loss.is_finite() {
+            bail!(
+                "the loss of step {step} is {loss}: lower learning_rate, or search the weights with \
+                 --set stream.check_finite=true; earlier checkpoints are in {}",
+                self.folder.checkpoints().display()
+            );
+        }
+        let grad_norm = launched.grad_norm.map(|norm| norm.f_double_value(&[])).transpose()?;
+        let metrics = StepMetrics {
+            step,
+            loss,
+            learning_rate: launched.learning_rate,
+            grad_norm,
+            tokens: launched.loss.num_tokens,
+            seconds: self.last_read.elapsed().as_secs_f64(),
+            read_bytes: launched.read_bytes,
+            h2d_bytes: launched.h2d_bytes,
+        };
+        self.last_read = Instant::now();
+        self.first_loss.get_or_insert(loss);
+        self.last_loss = loss;
+        self.metrics.append(&metrics)?;
+        self.progress.step(&metrics);
+        Ok(())
+    }
+}
+
+/// Names the device for people.
+pub fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => format!("cuda:{index}"),
+        _ => "cpu".into(),
+    }
+}

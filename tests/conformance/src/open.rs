@@ -1,0 +1,73 @@
+//! From a folder to an executor, as the host does it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use blockstreamer_core::adapter::{Adapter, Lora};
+use blockstreamer_core::checkpoint::{Checkpoint, Layout};
+use blockstreamer_core::execute::{Executor, ExecutorOptions};
+use blockstreamer_core::family::{Model, ModelFamily};
+use blockstreamer_core::numerics::AttentionKernel;
+use blockstreamer_core::source::{BlockSource, SafetensorsSource};
+use blockstreamer_core::stream::StreamOptions;
+
+use crate::{Options, Result};
+
+/// A checkpoint that a family has opened.
+pub(crate) struct Opened<'a> {
+    family: &'a dyn ModelFamily,
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) layout: Layout,
+}
+
+impl<'a> Opened<'a> {
+    pub(crate) fn new(family: &'a dyn ModelFamily, directory: &Path) -> Result<Self> {
+        let checkpoint = Checkpoint::open(directory)?;
+        let model = family.open(&checkpoint.config_json)?;
+        let layout = layout(&checkpoint, &*model)?;
+        Ok(Self { family, checkpoint, layout })
+    }
+
+    pub(crate) fn model(&self) -> Result<Box<dyn Model>> {
+        self.family.open(&self.checkpoint.config_json)
+    }
+
+    pub(crate) fn files(&self) -> Result<Arc<dyn BlockSource>> {
+        Ok(Arc::new(SafetensorsSource::open(self.layout.clone())?))
+    }
+
+    /// An executor over `source`, in eager attention, with the adapter in a folder if one is given.
+    pub(crate) fn executor(
+        &self,
+        source: Arc<dyn BlockSource>,
+        adapter: Option<Box<dyn Adapter>>,
+        prefetch_ahead: usize,
+        options: &Options,
+    ) -> Result<Executor> {
+        let options = ExecutorOptions {
+            attention: AttentionKernel::Eager,
+            stream: StreamOptions { prefetch_ahead, ..StreamOptions::default() },
+            ..ExecutorOptions::new(options.device, options.compute_kind)
+        };
+        Executor::new(self.model()?, source, adapter, options)
+    }
+
+    pub(crate) fn import(&self, directory: &Path, options: &Options) -> Result<Box<dyn Adapter>> {
+        Ok(Box::new(Lora::import(directory, &self.model()?.sites()?, options.device)?))
+    }
+}
+
+pub(crate) fn layout(checkpoint: &Checkpoint, model: &dyn Model) -> Result<Layout> {
+    let mut refused = None;
+    let ignores = |name: &str| {
+        model.ignores(name).unwrap_or_else(|error| {
+            refused.get_or_insert(error);
+            false
+        })
+    };
+    let layout = Layout::new(checkpoint, &model.weights()?, ignores);
+    match refused {
+        Some(error) => Err(error),
+        None => layout,
+    }
+}
