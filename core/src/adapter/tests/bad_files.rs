@@ -122,7 +122,7 @@ fn tensors_left_over_missing_or_misshapen_are_refused_by_name() {
             tensors.insert(text_only.clone(), tensor);
         })
         .refused();
-    assert!(message.contains(&format!("1 of 56 tensors fit no linear")), "{message}");
+    assert!(message.contains("1 of 56 tensors fit no linear"), "{message}");
     assert!(message.contains(&text_only) && message.contains(FIRST), "{message}");
 
     let message = Copy::new().set("target_modules", json!(["q_proj"])).refused();
