@@ -2,7 +2,7 @@
 usage: python check_adapter.py MODEL_DIR ADAPTER_DIR [--logits FILE] [--tolerance 1e-4]
 
 Checks that peft builds exactly the modules that the file has tensors for, with the scaling that the configuration
-says and the values of the file, and that the adapter is not without effect. FILE is a safetensors file with
+says and the values of the file. FILE is a safetensors file with
 `input_ids` [batch, sequence] (Int64), optionally `attention_mask`, and `logits` [batch, sequence, vocab] as
 BlockStreamer computed them in fp32; masked positions are not compared. Exit 1 on any difference.
 needs torch>=2.6, transformers>=5.20, peft>=0.19, safetensors"""
