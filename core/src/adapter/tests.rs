@@ -59,7 +59,7 @@ fn options(names: &[&str], shape: LoraShape) -> LoraOptions {
 fn disturb(lora: &Lora) {
     let _guard = tch::no_grad_guard();
     for trainable in lora.trainables() {
-        let _ = trainable.tensor.shallow_clone().copy_(&values(&trainable.tensor.size()));
+        trainable.tensor.shallow_clone().copy_(&values(&trainable.tensor.size()));
     }
 }
 

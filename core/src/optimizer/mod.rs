@@ -56,7 +56,7 @@ pub trait Optimizer: Send + fmt::Debug {
     /// Takes a saved state; the next step continues bit for bit.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) when it belongs to another kind of optimizer.
+    /// [`Error::Usage`] when it belongs to another kind of optimizer.
     fn restore(&mut self, state: OptimizerState) -> Result<()>;
 }
 
