@@ -47,7 +47,7 @@ pub trait Optimizer: Send + fmt::Debug {
     /// step count. No graph is recorded and the host does not wait for the device.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) when libtorch refuses.
+    /// [`Error::Torch`] when libtorch refuses.
     fn step(&mut self, parameters: &[Parameter<'_>], learning_rate: f64) -> Result<()>;
 
     /// The state, sharing memory with the optimizer.
