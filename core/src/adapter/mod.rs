@@ -8,6 +8,17 @@ use tch::Tensor;
 use crate::block::BlockIndex;
 use crate::error::Result;
 
+mod folder;
+mod lora;
+mod peft;
+mod random;
+mod targets;
+#[cfg(test)]
+mod tests;
+
+pub use lora::{Lora, LoraOptions, LoraShape};
+pub use targets::{LayerRule, ModuleRule, select};
+
 /// A trainable tensor and the blocks that use it.
 #[derive(Debug)]
 pub struct Trainable {
