@@ -1,0 +1,248 @@
+//! The scope that the executor hands to a family while a block is on the device.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::adapter::{Adapter, AdapterCall};
+use crate::block::BlockIndex;
+use crate::context::Context;
+use crate::error::{Error, Result};
+use crate::numerics::{self, AttentionKernel};
+use crate::scope::{AttentionOptions, Scope};
+use crate::state::NamedTensors;
+
+/// One block on the device, with the residents behind it, as a family's forward sees it.
+///
+/// Tensors are as stored. Real numbers are cast to the compute dtype where they are used, which costs
+/// nothing when they have it already.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockScope<'a> {
+    /// The block that is running: for messages and for the adapter. For `embed`, `final_hidden` and
+    /// `logits` it is the resident block whose linears they use.
+    pub block: BlockIndex,
+    /// Name of that block.
+    pub block_name: &'a str,
+    /// The tensors of the block.
+    pub tensors: &'a NamedTensors,
+    /// The tensors that every block sees, where the block has none of the same name.
+    pub residents: &'a NamedTensors,
+    /// What changes the linears, if anything does.
+    pub adapter: Option<&'a dyn Adapter>,
+    /// Seed of this visit's dropout; `None`: no dropout.
+    pub dropout_seed: Option<u64>,
+    /// The dtype of activations.
+    pub compute_kind: Kind,
+    /// Where the tensors are.
+    pub device: Device,
+    /// How attention is computed.
+    pub attention: AttentionKernel,
+}
+
+impl BlockScope<'_> {
+    fn find(&self, name: &str) -> Result<&Tensor> {
+        self.tensors.find(name).or_else(|| self.residents.find(name)).ok_or_else(|| {
+            let names: Vec<_> = self.tensors.iter().map(|entry| entry.0).collect();
+            let message = format!("is neither in the block ({}) nor a resident", names.join(", "));
+            self.placed(Error::tensor(name, message))
+        })
+    }
+
+    /// The weight of a linear or an embedding: a matrix of real numbers.
+    fn matrix(&self, site: &str) -> Result<(String, &Tensor)> {
+        let name = format!("{site}.weight");
+        let weight = self.find(&name)?;
+        if weight.dim() != 2 || !weight.is_floating_point() {
+            let message = format!(
+                "must be a matrix of real numbers, but is {:?} of shape {:?}",
+                weight.kind(),
+                weight.size()
+            );
+            return Err(self.placed(Error::tensor(name, message)));
+        }
+        Ok((name, weight))
+    }
+
+    fn cast(&self, tensor: &Tensor) -> Result<Tensor> {
+        let kind = if tensor.is_floating_point() { self.compute_kind } else { tensor.kind() };
+        // Returns the same tensor when it has this dtype already.
+        Ok(tensor.f_to_kind(kind)?)
+    }
+
+    fn placed(&self, error: Error) -> Error {
+        error.in_block(self.block_name)
+    }
+}
+
+impl Scope for BlockScope<'_> {
+    fn linear(&self, site: &str, x: &Tensor) -> Result<Tensor> {
+        let (name, weight) = self.matrix(site)?;
+        if x.size().last() != weight.size().last() {
+            let message = format!(
+                "of shape {:?} does not fit an input of shape {:?}",
+                weight.size(),
+                x.size()
+            );
+            return Err(self.placed(Error::tensor(name, message)));
+        }
+        let bias = format!("{site}.bias");
+        let bias = self.tensors.find(&bias).or_else(|| self.residents.find(&bias));
+        let bias = bias.map(|bias| self.cast(bias)).transpose()?;
+        let output = x.f_linear(&self.cast(weight)?, bias)?;
+        let Some(adapter) = self.adapter else { return Ok(output) };
+        let call = AdapterCall { block: self.block, site, dropout_seed: self.dropout_seed };
+        adapter.linear(call, x, output)
+    }
+
+    fn embedding(&self, site: &str, ids: &Tensor) -> Result<Tensor> {
+        let (_, weight) = self.matrix(site)?;
+        // Gather first: the table is far larger than the rows.
+        self.cast(&Tensor::f_embedding(weight, ids, -1, false, false)?)
+    }
+
+    fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.cast(self.find(name)?)
+    }
+
+    fn stored_tensor(&self, name: &str) -> Result<Tensor> {
+        Ok(self.find(name)?.shallow_clone())
+    }
+
+    fn attention(
+        &self,
+        site: &str,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        context: &Context,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
+        let pattern = &context.attention;
+        numerics::attention(self.attention, query, key, value, pattern, options.scale).map_err(
+            |error| match error {
+                Error::Tensor { tensor, message } => {
+                    self.placed(Error::tensor(format!("{site}: {tensor}"), message))
+                }
+                other => other,
+            },
+        )
+    }
+
+    fn compute_kind(&self) -> Kind {
+        self.compute_kind
+    }
+
+    fn device(&self) -> Device {
+        self.device
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::adapter::Trainable;
+
+    fn wave(shape: &[i64], kind: Kind) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        let values = (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.7).sin();
+        values.view(shape).to_kind(kind)
+    }
+
+    fn scope<'a>(tensors: &'a NamedTensors, residents: &'a NamedTensors) -> BlockScope<'a> {
+        BlockScope {
+            block: BlockIndex(3),
+            block_name: "layers.3",
+            tensors,
+            residents,
+            adapter: None,
+            dropout_seed: Some(9),
+            compute_kind: Kind::Float,
+            device: Device::Cpu,
+            attention: AttentionKernel::Eager,
+        }
+    }
+
+    fn tensors() -> NamedTensors {
+        NamedTensors::new()
+            .with("proj.weight", wave(&[3, 4], Kind::BFloat16))
+            .with("proj.bias", wave(&[3], Kind::Half))
+            .with("norm.weight", wave(&[4], Kind::BFloat16))
+            .with("counts.weight", Tensor::ones([3, 4], (Kind::Int64, Device::Cpu)))
+    }
+
+    /// Adds the number of the block and tells what it was asked.
+    #[derive(Debug)]
+    struct Marker;
+    impl Adapter for Marker {
+        fn trainables(&self) -> &[Trainable] {
+            &[]
+        }
+        fn linear(&self, call: AdapterCall<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
+            assert_eq!((call.site, call.dropout_seed), ("proj", Some(9)));
+            assert_eq!(x.size(), [2, 4]);
+            Ok(output + call.block.0 as f64)
+        }
+        fn export(&self, _: &Path, _: &str) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_linear_casts_its_stored_weight_and_bias_and_then_asks_the_adapter() {
+        let (tensors, residents) = (tensors(), NamedTensors::new());
+        let mut scope = scope(&tensors, &residents);
+        let x = wave(&[2, 4], Kind::Float);
+        let single = |name: &str| tensors.get(name).unwrap().to_kind(Kind::Float);
+        let wanted = x.matmul(&single("proj.weight").tr()) + single("proj.bias");
+        let plain = scope.linear("proj", &x).unwrap();
+        assert_eq!(plain.kind(), Kind::Float);
+        assert!(plain.allclose(&wanted, 1e-6, 1e-6, false));
+        scope.adapter = Some(&Marker);
+        assert!(scope.linear("proj", &x).unwrap().equal(&(plain + 3.0)));
+    }
+
+    #[test]
+    fn residents_are_seen_where_the_block_has_no_tensor_of_the_name() {
+        let (tensors, residents) = (
+            tensors(),
+            NamedTensors::new()
+                .with("norm.weight", wave(&[9], Kind::Float))
+                .with("embed.weight", wave(&[8, 2], Kind::BFloat16)),
+        );
+        let scope = scope(&tensors, &residents);
+        assert_eq!(scope.tensor("norm.weight").unwrap().size(), [4]);
+        let ids = Tensor::from_slice(&[7_i64, 0]).view([1, 2]);
+        let rows = scope.embedding("embed", &ids).unwrap();
+        assert_eq!((rows.kind(), rows.size()), (Kind::Float, vec![1, 2, 2]));
+        let table = residents.get("embed.weight").unwrap().to_kind(Kind::Float);
+        assert!(rows.get(0).get(0).equal(&table.get(7)));
+    }
+
+    #[test]
+    fn plain_tensors_are_cast_only_when_they_are_real_numbers_and_only_on_request() {
+        let (tensors, residents) = (tensors(), NamedTensors::new());
+        let scope = scope(&tensors, &residents);
+        assert_eq!(scope.tensor("norm.weight").unwrap().kind(), Kind::Float);
+        assert_eq!(scope.stored_tensor("norm.weight").unwrap().kind(), Kind::BFloat16);
+        assert_eq!(scope.tensor("counts.weight").unwrap().kind(), Kind::Int64);
+    }
+
+    #[test]
+    fn errors_name_the_block_and_the_tensor() {
+        let (tensors, residents) = (tensors(), NamedTensors::new());
+        let scope = scope(&tensors, &residents);
+        let x = wave(&[2, 5], Kind::Float);
+        for (result, tensor, why) in [
+            (scope.linear("gate", &x), "'gate.weight'", "proj.weight, proj.bias"),
+            (scope.linear("proj", &x), "'proj.weight'", "[2, 5]"),
+            (scope.linear("counts", &x), "'counts.weight'", "Int64"),
+            (scope.embedding("norm", &x), "'norm.weight'", "[4]"),
+            (scope.tensor("sinks"), "'sinks'", "nor a resident"),
+        ] {
+            let text = result.unwrap_err().to_string();
+            for part in ["'layers.3'", tensor, why] {
+                assert!(text.contains(part), "{text}");
+            }
+        }
+    }
+}
