@@ -71,6 +71,9 @@ impl Config {
             return Err(text.error("num_key_value_heads", message));
         }
         let head_dim = text.optional("head_dim")?.unwrap_or(128);
+        if head_dim == 0 || head_dim % 2 != 0 {
+            return Err(text.error("head_dim", format!("is {head_dim}; it must be even")));
+        }
         let (rope_theta, mrope_section) = rope(&text, head_dim)?;
         Ok(Self {
             vocab_size: positive("vocab_size")?,
@@ -202,6 +205,7 @@ mod tests {
             ("num_key_value_heads", json!(3), "num_key_value_heads is 3"),
             ("hidden_size", json!("64"), "text_config.hidden_size is \"64\""),
             ("hidden_size", json!(0), "text_config.hidden_size is 0"),
+            ("head_dim", json!(33), "text_config.head_dim is 33"),
             ("head_dim", json!(64), "rope_scaling.mrope_section is unusable"),
         ] {
             let mut config = tiny();

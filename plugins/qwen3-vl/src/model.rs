@@ -43,7 +43,7 @@ impl Qwen3VlModel {
 
     /// `x` is `[batch, sequence, hidden_size]`, and so is the result.
     fn attention(&self, scope: &dyn Scope, context: &Context, x: &Tensor) -> Result<Tensor> {
-        let (batch, sequence) = (x.size()[0], x.size()[1]);
+        let (batch, sequence, _) = x.size3()?;
         let head_dim = self.config.head_dim as i64;
         let heads = |site: &str| -> Result<Tensor> {
             Ok(scope.linear(site, x)?.f_view([batch, sequence, -1, head_dim])?)
