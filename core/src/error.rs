@@ -192,9 +192,12 @@ impl Error {
         Self::Usage { message: message.into() }
     }
 
-    /// The same error, saying which block it hit.
+    /// The same error, saying which block it hit. An error that says so already stays as it is.
     pub fn in_block(self, block: &str) -> Self {
-        Self::Block { block: block.to_owned(), source: Box::new(self) }
+        match self {
+            Self::Block { .. } => self,
+            other => Self::Block { block: block.to_owned(), source: Box::new(other) },
+        }
     }
 }
 

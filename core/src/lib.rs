@@ -15,6 +15,7 @@ pub mod adapter;
 pub mod batch;
 pub mod block;
 pub mod checkpoint;
+pub mod config;
 pub mod context;
 pub mod device;
 pub mod dtype;

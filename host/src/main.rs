@@ -9,8 +9,13 @@ use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
     // Logs go to stderr: stdout belongs to results, and with --json to one document.
-    let filter = EnvFilter::try_from_env("BLOCKSTREAMER_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
+    let filter =
+        EnvFilter::try_from_env("BLOCKSTREAMER_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
     // clap ends the program with exit code 2 on wrong usage.
     match commands::run(Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,

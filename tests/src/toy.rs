@@ -66,7 +66,10 @@ impl Part {
             }
             Self::Split1 => vec![("norm", wave(&[h], seed))],
             Self::Split2 => {
-                vec![("gate.weight", wave(&[h, h], seed)), ("value.weight", wave(&[h, h], seed + 0.3))]
+                vec![
+                    ("gate.weight", wave(&[h, h], seed)),
+                    ("value.weight", wave(&[h, h], seed + 0.3)),
+                ]
             }
             Self::Split3 => vec![("out.weight", wave(&[h, h], seed))],
             Self::Alias => vec![("up.weight", wave(&[h, h], seed))],
@@ -173,7 +176,12 @@ impl Model for ToyModel {
         Ok(state.with(HIDDEN, next))
     }
 
-    fn final_hidden(&self, scope: &dyn Scope, _context: &Context, mut state: State) -> Result<Tensor> {
+    fn final_hidden(
+        &self,
+        scope: &dyn Scope,
+        _context: &Context,
+        mut state: State,
+    ) -> Result<Tensor> {
         Ok(state.take(HIDDEN)?.f_mul(&scope.tensor("final_norm")?)?)
     }
 
@@ -213,8 +221,10 @@ pub struct Probe {
 impl Probe {
     /// A scale `[1]` of its own in each of `blocks`, one more that they all share, and one unused.
     pub fn new(blocks: &[usize], probability: f64, device: Device) -> Self {
-        let leaf = |value: f32| Tensor::from_slice(&[value]).to_device(device).set_requires_grad(true);
-        let indices = |blocks: &[usize]| blocks.iter().map(|block| BlockIndex(*block)).collect::<Vec<_>>();
+        let leaf =
+            |value: f32| Tensor::from_slice(&[value]).to_device(device).set_requires_grad(true);
+        let indices =
+            |blocks: &[usize]| blocks.iter().map(|block| BlockIndex(*block)).collect::<Vec<_>>();
         let mut trainables: Vec<Trainable> = blocks
             .iter()
             .map(|block| Trainable {
@@ -224,7 +234,11 @@ impl Probe {
             })
             .collect();
         for name in ["shared", "unused"] {
-            trainables.push(Trainable { name: name.into(), blocks: indices(blocks), tensor: leaf(1.1) });
+            trainables.push(Trainable {
+                name: name.into(),
+                blocks: indices(blocks),
+                tensor: leaf(1.1),
+            });
         }
         Self { trainables, probability }
     }
@@ -263,7 +277,8 @@ pub fn reference(
 ) -> Result<State> {
     let residents = Residents::default();
     let mut state = input.state.clone();
-    for (block, (_, _, tensors)) in blocks_of(model).into_iter().take(model.parts.len()).enumerate() {
+    for (block, (_, _, tensors)) in blocks_of(model).into_iter().take(model.parts.len()).enumerate()
+    {
         let tensors: NamedTensors =
             tensors.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
         let scope = BlockScope {

@@ -17,7 +17,8 @@ pub fn host_to_device_gb_per_s(device: Device, num_bytes: usize) -> Result<f64> 
     let mut best_ms = f64::INFINITY;
     for _ in 0..4 {
         // SAFETY: both buffers hold `num_bytes` and live until the end event has happened.
-        let (start, end) = unsafe { engine.copy(source.bytes(), target.data_ptr() as usize, None)? };
+        let (start, end) =
+            unsafe { engine.copy(source.bytes(), target.data_ptr() as usize, None)? };
         engine.synchronize(&end)?;
         if let Some(ms) = engine.elapsed_ms(&start, &end)? {
             best_ms = best_ms.min(ms);

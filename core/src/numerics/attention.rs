@@ -46,9 +46,9 @@ pub fn attention(
 /// Reads the answer back: on a CUDA tensor the host waits.
 ///
 /// # Errors
-/// [`Error::Torch`] when `mask` has no second dimension.
+/// [`Error::Torch`] when `mask` is no matrix.
 pub fn padding_is_on_the_right(mask: &Tensor) -> Result<bool> {
-    let pairs = mask.size().get(1).map_or(0, |sequence| (sequence - 1).max(0));
+    let pairs = (mask.size2()?.1 - 1).max(0);
     let resumes = mask.f_narrow(1, 1, pairs)?.f_gt_tensor(&mask.f_narrow(1, 0, pairs)?)?;
     Ok(resumes.f_any()?.f_int64_value(&[])? == 0)
 }
@@ -203,12 +203,11 @@ mod tests {
         (a - b).abs().max().double_value(&[])
     }
 
-    /// The definition, one query at a time in fp64. `sees(row, query, key)`.
-    fn by_definition(
-        [q, k, v]: &[Tensor; 3],
-        scale: f64,
-        sees: &dyn Fn(usize, usize, usize) -> bool,
-    ) -> Tensor {
+    /// Whether in this row this query sees this key.
+    type Sees<'a> = &'a dyn Fn(usize, usize, usize) -> bool;
+
+    /// The definition, one query at a time in fp64.
+    fn by_definition([q, k, v]: &[Tensor; 3], scale: f64, sees: Sees<'_>) -> Tensor {
         let (batch, heads, sequence) = (2_usize, 4_usize, 6_usize);
         let rows: Vec<Tensor> = (0..batch * heads * sequence)
             .map(|index| {
@@ -243,14 +242,14 @@ mod tests {
         let segments = Some(Tensor::from_slice2(&packed));
         let with_segments = AttentionPattern { segments, ..causal() };
         let sees_left = |b: usize, i: usize, j: usize| i == j || (j <= i && left[b][j] == 1);
-        let cases: [(AttentionPattern, &dyn Fn(usize, usize, usize) -> bool); 4] = [
+        let cases: [(AttentionPattern, Sees<'_>); 4] = [
             (AttentionPattern::default(), &|_, _, _| true),
             (causal(), &|_, i, j| j <= i),
             (with_mask, &sees_left),
             (with_segments, &|b, i, j| j <= i && packed[b][i] == packed[b][j]),
         ];
         for (case, (pattern, sees)) in cases.iter().enumerate() {
-            let wanted = by_definition(&inputs, 0.3, *sees);
+            let wanted = by_definition(&inputs, 0.3, sees);
             for kernel in BOTH {
                 let got = attention(kernel, q, k, v, pattern, 0.3).unwrap();
                 // Rows of padding may hold anything finite.

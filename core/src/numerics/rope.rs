@@ -52,7 +52,7 @@ pub fn text_positions(batch: &Batch) -> Result<Tensor> {
     };
     let preceding = tokens.f_cumsum(-1, Kind::Int64)?.f_sub(&tokens)?;
     let Some(segments) = &batch.segments else { return Ok(preceding) };
-    let sequence = segments.size()[1];
+    let (_, sequence) = segments.size2()?;
     let changes = segments.f_narrow(1, 1, sequence - 1)?.f_ne_tensor(&segments.f_narrow(
         1,
         0,
@@ -101,7 +101,7 @@ fn upload(values: &Tensor, device: Device) -> Result<Tensor> {
 /// # Errors
 /// [`Error::Torch`] when the shapes do not fit.
 pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let half = x.size()[x.dim() - 1] / 2;
+    let half = x.size4()?.3 / 2;
     let first = x.f_narrow(-1, 0, half)?;
     let second = x.f_narrow(-1, half, half)?;
     let rotated = Tensor::f_cat(&[second.f_neg()?, first], -1)?;

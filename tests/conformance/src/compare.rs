@@ -6,11 +6,16 @@ use crate::Result;
 
 /// Largest absolute difference where `mask` (broadcast over the last dimension) is true, and the largest
 /// magnitude of `expected` there. Infinite when the shapes differ or a value is not a number.
-pub(crate) fn max_difference(found: &Tensor, expected: &Tensor, mask: Option<&Tensor>) -> Result<(f64, f64)> {
+pub(crate) fn max_difference(
+    found: &Tensor,
+    expected: &Tensor,
+    mask: Option<&Tensor>,
+) -> Result<(f64, f64)> {
     if found.size() != expected.size() {
         return Ok((f64::INFINITY, 0.0));
     }
-    let plain = |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double);
+    let plain =
+        |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double);
     let (mut found, mut expected) = (plain(found)?, plain(expected)?);
     if let Some(mask) = mask {
         let mask = mask.f_unsqueeze(-1)?.f_expand_as(&expected)?;

@@ -35,7 +35,12 @@ pub fn check_family(family: &dyn ModelFamily, options: &Options) -> Result<Repor
     Ok(report)
 }
 
-fn check_size(family: &dyn ModelFamily, size: &str, config_json: &str, report: &mut Report) -> Result<()> {
+fn check_size(
+    family: &dyn ModelFamily,
+    size: &str,
+    config_json: &str,
+    report: &mut Report,
+) -> Result<()> {
     let model_type = serde_json::from_str::<serde_json::Value>(config_json)
         .ok()
         .and_then(|config| config.get("model_type")?.as_str().map(str::to_owned))
@@ -62,9 +67,14 @@ fn check_size(family: &dyn ModelFamily, size: &str, config_json: &str, report: &
             weight.block == site.block && weight.local == format!("{}.weight", site.local)
         })
     });
-    report.push(Check::of(format!("{size}: every adapter site has a weight"), backed, format!("{} sites", sites.len())));
+    report.push(Check::of(
+        format!("{size}: every adapter site has a weight"),
+        backed,
+        format!("{} sites", sites.len()),
+    ));
     let format = family.chat_format(config_json)?;
-    let inside = format.special_tokens.iter().all(|(_, id)| (*id as usize) < model.dimensions().vocab_size);
+    let inside =
+        format.special_tokens.iter().all(|(_, id)| (*id as usize) < model.dimensions().vocab_size);
     report.push(Check::of(format!("{size}: special tokens lie in the vocabulary"), inside, ""));
     Ok(())
 }
@@ -77,8 +87,11 @@ fn check_tiny(
 ) -> Result<()> {
     let model = family.open(config_json)?;
     let table: WeightTable = model.weights()?;
-    let folder = tempfile::tempdir()
-        .map_err(|source| Error::Io { action: "create", path: std::env::temp_dir(), source })?;
+    let folder = tempfile::tempdir().map_err(|source| Error::Io {
+        action: "create",
+        path: std::env::temp_dir(),
+        source,
+    })?;
     let directory = folder.path().join("tiny");
     synthesize(
         &table,
@@ -104,13 +117,22 @@ fn check_tiny(
     ));
     check_causality(&executor, vocab_size, options, report)?;
     let again = executor.logits(&batch, &mut |_, _| Ok(()))?;
-    report.push(Check::of("tiny: the same input gives the same bits", identical(&logits, &again)?, ""));
+    report.push(Check::of(
+        "tiny: the same input gives the same bits",
+        identical(&logits, &again)?,
+        "",
+    ));
 
     let shape = LoraShape { rank: 4, alpha: 8.0, ..LoraShape::default() };
-    let lora = Lora::new(&model.sites()?, &LoraOptions { shape, ..LoraOptions::default() }, options.device)?;
+    let lora = Lora::new(
+        &model.sites()?,
+        &LoraOptions { shape, ..LoraOptions::default() },
+        options.device,
+    )?;
     // B is zero in a new adapter, and with it every gradient of A.
     for (index, trainable) in lora.trainables().iter().enumerate() {
-        let wave = Tensor::f_arange(trainable.tensor.numel() as i64, (Kind::Float, options.device))?;
+        let wave =
+            Tensor::f_arange(trainable.tensor.numel() as i64, (Kind::Float, options.device))?;
         let values = wave.f_add_scalar(index as f64)?.f_sin()?.f_mul_scalar(0.05)?;
         let _no_graph = tch::no_grad_guard();
         trainable.tensor.shallow_clone().f_copy_(&values.f_view_as(&trainable.tensor)?)?;
@@ -134,10 +156,20 @@ fn check_causality(
     let after = executor.logits(&changed, &mut |_, _| Ok(()))?;
     let earlier = |logits: &Tensor| logits.f_narrow(1, 0, 15);
     let (leak, magnitude) = max_difference(&earlier(&after)?, &earlier(&before)?, None)?;
-    let tolerance = if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 } * magnitude.max(1.0);
-    report.push(Check::within("tiny: a later token changes no earlier logits", leak, tolerance, ""));
+    let tolerance =
+        if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 } * magnitude.max(1.0);
+    report.push(Check::within(
+        "tiny: a later token changes no earlier logits",
+        leak,
+        tolerance,
+        "",
+    ));
     let (change, _) = max_difference(&after, &before, None)?;
-    report.push(Check::of("tiny: a token changes its own logits", change > 0.0, format!("{change:.2e}")));
+    report.push(Check::of(
+        "tiny: a token changes its own logits",
+        change > 0.0,
+        format!("{change:.2e}"),
+    ));
     Ok(())
 }
 
@@ -151,7 +183,11 @@ fn last_changed(ids: &Tensor, vocab_size: i64) -> Result<Tensor> {
 /// Two rows of ids from the lower half of the vocabulary, the second one padded, with labels.
 fn rows(vocab_size: i64, sequence: i64) -> Result<Batch> {
     let numbers = Tensor::f_arange(2 * sequence, (Kind::Int64, Device::Cpu))?;
-    let ids = numbers.f_mul_scalar(7919)?.f_add_scalar(13)?.f_remainder(vocab_size / 2)?.f_view([2, sequence])?;
+    let ids = numbers
+        .f_mul_scalar(7919)?
+        .f_add_scalar(13)?
+        .f_remainder(vocab_size / 2)?
+        .f_view([2, sequence])?;
     let positions = Tensor::f_arange(sequence, (Kind::Int64, Device::Cpu))?;
     let full = positions.f_ge(0)?;
     let short = positions.f_lt(sequence - 5)?;

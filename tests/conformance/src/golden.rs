@@ -24,7 +24,11 @@ use crate::{Options, Result};
 ///
 /// # Errors
 /// When the checkpoint or the golden tensors cannot be read, or an operation fails outright.
-pub fn check_golden(family: &dyn ModelFamily, directory: &Path, options: &Options) -> Result<Report> {
+pub fn check_golden(
+    family: &dyn ModelFamily,
+    directory: &Path,
+    options: &Options,
+) -> Result<Report> {
     let tag = match options.compute_kind {
         Kind::Float => "fp32",
         Kind::BFloat16 => "bf16",
@@ -34,7 +38,11 @@ pub fn check_golden(family: &dyn ModelFamily, directory: &Path, options: &Option
     let golden = read_safetensors(&path)?;
     let opened = Opened::new(family, directory)?;
     let batch = batch(&golden)?;
-    let comparison = Comparison { golden: &golden, mask: batch.attention_mask.as_ref(), kind: options.compute_kind };
+    let comparison = Comparison {
+        golden: &golden,
+        mask: batch.attention_mask.as_ref(),
+        kind: options.compute_kind,
+    };
     let mut report = Report::default();
 
     let plain = opened.executor(opened.files()?, None, 2, options)?;
@@ -66,7 +74,8 @@ pub fn check_golden(family: &dyn ModelFamily, directory: &Path, options: &Option
     let logits = adapted.logits(&batch, &mut |_, _| Ok(()))?;
     report.push(comparison.activation("lora.logits", &logits, layers.len() + 1)?);
     let mut gradients = Gradients::new();
-    let loss = adapted.train_step(std::slice::from_ref(&batch), StepOptions::default(), &mut gradients)?;
+    let loss =
+        adapted.train_step(std::slice::from_ref(&batch), StepOptions::default(), &mut gradients)?;
     report.push(comparison.loss("lora.loss", &adapted, &loss)?);
     let trainables = adapted.adapter().map_or(&[][..], |adapter| adapter.trainables());
     for (index, trainable) in trainables.iter().enumerate() {
@@ -74,7 +83,11 @@ pub fn check_golden(family: &dyn ModelFamily, directory: &Path, options: &Option
     }
     let expected = golden.iter().filter(|(name, _)| name.starts_with("grad.")).count();
     let detail = format!("{} trainable tensors, {expected} golden gradients", trainables.len());
-    report.push(Check::of("every golden gradient has its tensor", expected == trainables.len(), detail));
+    report.push(Check::of(
+        "every golden gradient has its tensor",
+        expected == trainables.len(),
+        detail,
+    ));
 
     streaming::check_identical(&opened, &batch, &directory.join("adapter"), options, &mut report)?;
     Ok(report)
@@ -82,7 +95,8 @@ pub fn check_golden(family: &dyn ModelFamily, directory: &Path, options: &Option
 
 fn batch(golden: &NamedTensors) -> Result<Batch> {
     let mut batch = Batch::new(golden.get("in.input_ids")?.shallow_clone());
-    batch.attention_mask = golden.find("in.attention_mask").map(|mask| mask.f_to_kind(Kind::Bool)).transpose()?;
+    batch.attention_mask =
+        golden.find("in.attention_mask").map(|mask| mask.f_to_kind(Kind::Bool)).transpose()?;
     batch.labels = golden.find("in.labels").map(Tensor::shallow_clone);
     Ok(batch)
 }
@@ -104,7 +118,8 @@ impl Comparison<'_> {
             Kind::Float => 1e-5 * magnitude.max(1.0),
             kind => 3.0 * (depth as f64).sqrt() * ulp(kind, magnitude),
         };
-        let ulps = format!("{:.2} ulp of the largest value", difference / ulp(self.kind, magnitude));
+        let ulps =
+            format!("{:.2} ulp of the largest value", difference / ulp(self.kind, magnitude));
         Ok(Check::within(name, difference, tolerance, ulps))
     }
 

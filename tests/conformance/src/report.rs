@@ -24,7 +24,12 @@ impl Check {
     }
 
     /// A check of numbers. An error that is not a number fails.
-    pub fn within(name: impl Into<String>, max_error: f64, tolerance: f64, detail: impl Into<String>) -> Self {
+    pub fn within(
+        name: impl Into<String>,
+        max_error: f64,
+        tolerance: f64,
+        detail: impl Into<String>,
+    ) -> Self {
         Self {
             name: name.into(),
             passed: max_error <= tolerance,

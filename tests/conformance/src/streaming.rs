@@ -48,7 +48,10 @@ pub(crate) fn check_identical(
     let num_blocks = opened.layout.blocks.len();
     let run = |source: &Arc<dyn BlockSource>, prefetch_ahead| {
         let adapter = opened.import(adapter, options)?;
-        outcome(&opened.executor(Arc::clone(source), Some(adapter), prefetch_ahead, options)?, batch)
+        outcome(
+            &opened.executor(Arc::clone(source), Some(adapter), prefetch_ahead, options)?,
+            batch,
+        )
     };
     let resident = run(&sources[1].1, num_blocks)?;
     for (name, source) in &sources {
@@ -67,9 +70,11 @@ pub(crate) fn check_identical(
 fn outcome(executor: &Executor, batch: &Batch) -> Result<Outcome> {
     let logits = executor.logits(batch, &mut |_, _| Ok(()))?;
     let mut sums = Gradients::new();
-    let loss = executor.train_step(std::slice::from_ref(batch), StepOptions::default(), &mut sums)?;
+    let loss =
+        executor.train_step(std::slice::from_ref(batch), StepOptions::default(), &mut sums)?;
     let num_trainables = executor.adapter().map_or(0, |adapter| adapter.trainables().len());
-    let gradients = (0..num_trainables).map(|index| sums.get(index).map(Tensor::shallow_clone)).collect();
+    let gradients =
+        (0..num_trainables).map(|index| sums.get(index).map(Tensor::shallow_clone)).collect();
     Ok(Outcome { logits, loss: executor.loss_value(&loss)?, gradients })
 }
 
