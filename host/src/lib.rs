@@ -1,1 +1,3 @@
+//! The library behind the `blockstreamer` binary.
 
+pub mod data;

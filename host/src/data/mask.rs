@@ -1,0 +1,66 @@
+//! Which tokens of a conversation are targets: those that the assistant has to produce.
+
+use std::ops::Range;
+
+use super::error::{DataError, Result};
+use super::row::Conversation;
+use super::template::ChatTemplate;
+
+/// Renders a conversation and finds the assistant's text in it, as byte ranges in order.
+///
+/// A template with `{% generation %}` blocks says itself what is the assistant's. With any other, the
+/// conversation up to an assistant message, rendered with the generation prompt, is what the model will
+/// be given; the rest of the rendering up to and including that message is what it has to produce,
+/// the end-of-turn token and what follows it in the turn (a newline, mostly) included.
+///
+/// # Errors
+/// A template whose rendering of a conversation's beginning is not the beginning of its rendering
+/// (one that drops the reasoning of earlier turns, for instance) is refused rather than guessed at.
+pub fn assistant_spans(
+    template: &ChatTemplate,
+    chat: &Conversation,
+) -> Result<(String, Vec<Range<usize>>)> {
+    let whole = template.render(chat, false)?;
+    if template.marks_generation(chat) {
+        return Ok((whole.text, whole.generated));
+    }
+    let mut spans = Vec::new();
+    for (index, message) in chat.messages.iter().enumerate() {
+        if message.get("role").and_then(|role| role.as_str()) != Some("assistant") {
+            continue;
+        }
+        let render = |count: usize, prompt: bool| {
+            template.render_messages(chat, &chat.messages[..count], prompt).map_err(|error| {
+                DataError::template(format!(
+                    "cannot find the text of messages[{index}], because the conversation up to it does \
+                     not render alone: {error}. {REMEDY}"
+                ))
+            })
+        };
+        let prompt = render(index, true)?.text;
+        let turn = render(index + 1, false)?.text;
+        if !turn.starts_with(&prompt) || !whole.text.starts_with(&turn) {
+            return Err(DataError::template(format!(
+                "cannot find the text of messages[{index}], because the conversation up to it renders \
+                 differently alone and as a part of the whole. {REMEDY}"
+            )));
+        }
+        spans.push(prompt.len()..turn.len());
+    }
+    Ok((whole.text, spans))
+}
+
+const REMEDY: &str = "Put {% generation %} … {% endgeneration %} around the assistant's text in the \
+                      template, or end each row at one assistant turn";
+
+/// Marks every token that overlaps a span.
+///
+/// `offsets` are the tokens' byte ranges and `spans` those of [`assistant_spans`], both in order.
+pub fn target_tokens(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
+    let mut spans = spans.iter().peekable();
+    let mut is_target = |&(start, end): &(usize, usize)| {
+        while spans.next_if(|span| start >= span.end).is_some() {}
+        spans.peek().is_some_and(|span| end > span.start)
+    };
+    offsets.iter().map(&mut is_target).collect()
+}
