@@ -69,7 +69,7 @@ impl Batches {
 
     /// Optimizer steps that take every row at least `epochs` times.
     pub fn num_steps(&self, epochs: u64) -> u64 {
-        (epochs * self.samples.len() as u64).div_ceil(self.rows_per_step())
+        epochs.saturating_mul(self.samples.len() as u64).div_ceil(self.rows_per_step())
     }
 
     /// Step `step`, from 0. Any order of calls gives the same steps.

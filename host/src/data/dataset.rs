@@ -133,7 +133,7 @@ impl Dataset {
         template: Option<&ChatTemplate>,
         options: DatasetOptions,
     ) -> Result<(), String> {
-        let mut sample = sample(&Row::parse(line)?, tokenizer, template)?;
+        let mut sample = sample(&Row::parse(line.trim_end())?, tokenizer, template)?;
         if sample.num_targets() == 0 {
             return Err(
                 "there is nothing to learn: the row has no target after its first token".to_owned()

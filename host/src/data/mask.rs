@@ -64,3 +64,21 @@ pub fn target_tokens(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<
     };
     offsets.iter().map(&mut is_target).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_that_overlaps_a_span_by_one_byte_is_a_target_and_its_neighbours_are_not() {
+        let offsets = [(0, 3), (3, 6), (6, 6), (6, 9), (9, 12), (12, 13)];
+        let targets = |spans: &[Range<usize>]| target_tokens(&offsets, spans);
+        let at =
+            |indices: &[usize]| (0..6).map(|index| indices.contains(&index)).collect::<Vec<_>>();
+        assert_eq!(targets(&[]), at(&[]));
+        assert_eq!(targets(std::slice::from_ref(&(3..6))), at(&[1]));
+        assert_eq!(targets(std::slice::from_ref(&(5..7))), at(&[1, 2, 3]));
+        assert_eq!(targets(&[0..1, 11..13]), at(&[0, 4, 5]));
+        assert_eq!(targets(&[0..3, 3..3, 9..12]), at(&[0, 4]));
+    }
+}

@@ -31,3 +31,17 @@ pub const CORPUS: &str = include_str!("../../assets/corpus.txt");
 
 /// The demo's dataset: JSONL chat rows of a harbour master's assistant.
 pub const DEMO_JSONL: &str = include_str!("../../assets/demo.jsonl");
+
+/// The small tokenizer in `tests/data`.
+#[cfg(test)]
+fn test_folder() -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokenizer")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+fn test_model() -> (Tokenizer, ChatTemplate) {
+    let tokenizer = Tokenizer::load(&test_folder()).unwrap();
+    let template = ChatTemplate::load(&test_folder(), tokenizer.special_tokens()).unwrap();
+    (tokenizer, template)
+}

@@ -150,3 +150,6 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
         None => Vec::new(),
     }
 }
+
+#[cfg(test)]
+mod tests;
