@@ -137,7 +137,7 @@ impl Style {
 }
 
 /// `repr(float)`: the shortest digits, scientific below 1e-4 and from 1e16.
-fn python_float(value: f64) -> String {
+pub(super) fn python_float(value: f64) -> String {
     let scientific = format!("{value:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
     match exponent.parse::<i32>() {

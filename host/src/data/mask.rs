@@ -11,7 +11,9 @@ use super::template::ChatTemplate;
 /// A template with `{% generation %}` blocks says itself what is the assistant's. With any other, the
 /// conversation up to an assistant message, rendered with the generation prompt, is what the model will
 /// be given; the rest of the rendering up to and including that message is what it has to produce,
-/// the end-of-turn token and what follows it in the turn (a newline, mostly) included.
+/// the end-of-turn token and what follows it in the turn (a newline, mostly) included. Where the
+/// generation prompt holds more than the turn begins with (an opened `<think>`, for instance), the turn's
+/// text starts where the two part.
 ///
 /// # Errors
 /// A template whose rendering of a conversation's beginning is not the beginning of its rendering
@@ -29,25 +31,35 @@ pub fn assistant_spans(
         if message.get("role").and_then(|role| role.as_str()) != Some("assistant") {
             continue;
         }
+        let refuse = |why: String| {
+            DataError::template(format!(
+                "cannot find the text of messages[{index}]: {why}. {REMEDY}"
+            ))
+        };
         let render = |count: usize, prompt: bool| {
-            template.render_messages(chat, &chat.messages[..count], prompt).map_err(|error| {
-                DataError::template(format!(
-                    "cannot find the text of messages[{index}], because the conversation up to it does \
-                     not render alone: {error}. {REMEDY}"
-                ))
+            let rendered = template.render_messages(chat, &chat.messages[..count], prompt);
+            rendered.map(|rendered| rendered.text).map_err(|error| {
+                refuse(format!("the conversation up to it does not render alone, {error}"))
             })
         };
-        let prompt = render(index, true)?.text;
-        let turn = render(index + 1, false)?.text;
-        if !turn.starts_with(&prompt) || !whole.text.starts_with(&turn) {
-            return Err(DataError::template(format!(
-                "cannot find the text of messages[{index}], because the conversation up to it renders \
-                 differently alone and as a part of the whole. {REMEDY}"
-            )));
+        let (given, prompt, turn) =
+            (render(index, false)?, render(index, true)?, render(index + 1, false)?);
+        let start = common_prefix(&prompt, &turn);
+        if start < given.len() || !whole.text.starts_with(&turn) {
+            return Err(refuse(
+                "the conversation up to it renders differently alone and as a part of the whole"
+                    .into(),
+            ));
         }
-        spans.push(prompt.len()..turn.len());
+        spans.push(start..turn.len());
     }
     Ok((whole.text, spans))
+}
+
+/// Bytes that two texts begin with alike, in whole characters.
+fn common_prefix(left: &str, right: &str) -> usize {
+    let pairs = left.chars().zip(right.chars());
+    pairs.take_while(|(left, right)| left == right).map(|(character, _)| character.len_utf8()).sum()
 }
 
 const REMEDY: &str = "Put {% generation %} … {% endgeneration %} around the assistant's text in the \

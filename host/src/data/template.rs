@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
 use serde_json::{Map, Value, json};
 
@@ -96,11 +96,13 @@ impl ChatTemplate {
         let mut environment = environment().map_err(describe)?;
         let mut marked = Vec::new();
         for (name, source) in sources {
-            let rewritten = generation::rewrite(source)?;
+            // As Jinja does; a template saved with Windows line ends must not put them into the chat.
+            let source = source.replace("\r\n", "\n").replace('\r', "\n");
+            let rewritten = generation::rewrite(&source)?;
             if rewritten.is_some() {
                 marked.push((*name).to_owned());
             }
-            let source = rewritten.unwrap_or_else(|| (*source).to_owned());
+            let source = rewritten.unwrap_or(source);
             environment.add_template_owned((*name).to_owned(), source).map_err(describe)?;
         }
         if environment.get_template(DEFAULT).is_err() {
@@ -165,6 +167,21 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_formatter(|out, state, value| match python_number(value) {
+        Some(number) => out.write_str(&number).map_err(Error::from),
+        None => minijinja::escape_formatter(out, state, value),
+    });
+    environment.add_filter("string", |value: &minijinja::Value| {
+        python_number(value).unwrap_or_else(|| value.to_string())
+    });
+    // The engine's own tests differ: it iterates over none, and takes only lists for sequences.
+    environment.add_test("iterable", |value: &minijinja::Value| {
+        !value.is_none() && value.try_iter().is_ok()
+    });
+    environment.add_test("sequence", |value: &minijinja::Value| {
+        use ValueKind::{Map, Seq, String, Undefined};
+        matches!(value.kind(), Seq | Map | String | Undefined)
+    });
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -174,6 +191,12 @@ fn environment() -> Result<Environment<'static>, Error> {
             .map_err(|message| Error::new(ErrorKind::InvalidOperation, message))
     });
     Ok(environment)
+}
+
+/// A float as Python prints it. Everything else the engine prints so by itself.
+fn python_number(value: &minijinja::Value) -> Option<String> {
+    let is_float = value.is_number() && !value.is_integer();
+    is_float.then(|| f64::try_from(value.clone()).ok()).flatten().map(json_text::python_float)
 }
 
 /// The filter with the signature that `transformers` gives it.

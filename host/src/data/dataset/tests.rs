@@ -211,6 +211,18 @@ fn a_template_that_rewrites_earlier_turns_is_refused_rather_than_guessed_at() {
 }
 
 #[test]
+fn a_prompt_that_opens_more_than_the_turn_holds_is_cut_where_they_part() {
+    let (tokenizer, _) = test_model();
+    let source = "{% for m in messages %}[{{ m.role }}]{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}\
+                  {% endfor %}{% if add_generation_prompt %}[assistant]<think>\n{% endif %}";
+    let template = ChatTemplate::new(source, tokenizer.special_tokens()).unwrap();
+    let Row::Chat(chat) = Row::parse(&chat_row("yes")).unwrap() else { panic!("a chat row") };
+    let (text, spans) = assistant_spans(&template, &chat).unwrap();
+    let [span] = &spans[..] else { panic!("{spans:?}") };
+    assert_eq!(&text[span.clone()], "</think>yes");
+}
+
+#[test]
 fn a_template_that_refuses_the_chat_is_reported_with_the_line() {
     let (tokenizer, _) = test_model();
     let template =

@@ -173,3 +173,24 @@ fn images_and_videos_become_placeholders_that_can_be_numbered() {
         )
     );
 }
+
+// What jinja2 3.1.6 printed.
+#[test]
+fn tests_and_numbers_are_those_of_python() {
+    let test = |name: &str| {
+        let values = ["none", "1", "true", "'a'", "[]", "{}", "missing"];
+        let each = values.map(|value| format!("{{{{ {value} is {name} }}}}"));
+        rendered(&each.join(" "))
+    };
+    assert_eq!(test("iterable"), "False False False True True True True");
+    assert_eq!(test("sequence"), "False False False True True True True");
+    assert_eq!(
+        rendered("{{ 0.00001 }} {{ 2.0 }} {{ 0.5 | string }} {{ 3 }} {{ true }} {{ none }}"),
+        "1e-05 2.0 0.5 3 True None"
+    );
+}
+
+#[test]
+fn windows_line_ends_of_a_template_do_not_reach_the_chat() {
+    assert_eq!(rendered("{% if true %}\r\na\r\n{% endif %}\r\nb\rc"), "a\nb\nc");
+}
