@@ -80,12 +80,17 @@ impl BlockSpec {
             if specs.iter().any(|spec| spec.name == name) {
                 return Err(Error::tensor(name, "occurs twice in one block"));
             }
+            let too_large = || Error::tensor(&name, format!("shape {shape:?} is too large"));
             let num_bytes = shape
                 .iter()
                 .try_fold(dtype.size_bytes(), |bytes, extent| bytes.checked_mul(*extent))
-                .ok_or_else(|| Error::tensor(&name, format!("shape {shape:?} is too large")))?;
+                .ok_or_else(too_large)?;
             let offset_bytes = end.next_multiple_of(TENSOR_ALIGNMENT_BYTES);
-            end = offset_bytes + num_bytes;
+            // Half of all addresses at most, so that no later rounding up can overflow.
+            end = offset_bytes
+                .checked_add(num_bytes)
+                .filter(|end| *end <= isize::MAX as usize)
+                .ok_or_else(too_large)?;
             specs.push(TensorSpec { name, dtype, shape, offset_bytes, num_bytes });
         }
         let image_bytes = end.next_multiple_of(TENSOR_ALIGNMENT_BYTES);

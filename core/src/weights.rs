@@ -16,10 +16,23 @@ pub enum Role {
     Linear,
     /// Token embedding `[num_embeddings, hidden_size]`. Drawn from a normal distribution.
     Embedding,
-    /// Scale of a norm: ones.
+    /// Scale of a norm: close to one.
     NormScale,
-    /// Bias: zeros.
+    /// Bias: close to zero.
     Bias,
+    /// Not a weight in the checkpoint's dtype but something that is stored in this one: packed codes,
+    /// whole-number tables, masks.
+    Buffer(Dtype),
+}
+
+impl Role {
+    /// The dtype of a [`Role::Buffer`].
+    pub fn buffer_dtype(self) -> Option<Dtype> {
+        match self {
+            Self::Buffer(dtype) => Some(dtype),
+            Self::Linear | Self::Embedding | Self::NormScale | Self::Bias => None,
+        }
+    }
 }
 
 /// One line of a family's table: `{n}` in a name stands for the number of the block.

@@ -1,11 +1,22 @@
 //! Where the bytes of blocks come from.
 
+mod faulty;
+mod ram;
+mod safetensors;
+pub mod shards;
+mod throttled;
+
 use std::fmt;
 use std::ops::Range;
 
 use crate::block::{BlockIndex, BlockSpec};
 use crate::device::HostBuffer;
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+pub use faulty::FaultySource;
+pub use ram::RamSource;
+pub use safetensors::SafetensorsSource;
+pub use throttled::ThrottledSource;
 
 /// Where the bytes of blocks come from: pinned RAM, checkpoint files, shard files.
 ///
@@ -33,4 +44,28 @@ pub trait BlockSource: Send + Sync + fmt::Debug {
     fn lend(&self, _block: BlockIndex) -> Option<&HostBuffer> {
         None
     }
+}
+
+/// The spec of the block that a read asks for.
+///
+/// # Errors
+/// [`Error::Usage`] when there is no such block or the range and the memory do not fit it.
+fn check_request<'a>(
+    blocks: &'a [BlockSpec],
+    block: BlockIndex,
+    range: &Range<usize>,
+    into: &[u8],
+) -> Result<&'a BlockSpec> {
+    let spec = blocks.get(block.0).ok_or_else(|| {
+        Error::usage(format!("block {block} was asked for, but there are only {}", blocks.len()))
+    })?;
+    if range.start > range.end || range.end > spec.image_bytes || range.len() != into.len() {
+        return Err(Error::usage(format!(
+            "bytes {range:?} of block '{}' ({} bytes) were asked for, into {} bytes of memory",
+            spec.name,
+            spec.image_bytes,
+            into.len()
+        )));
+    }
+    Ok(spec)
 }

@@ -1,0 +1,288 @@
+//! Random checkpoints in the published layout.
+//!
+//! Values come from a table of 65,536, indexed by 16 bits of a counter-based stream (SplitMix64 of seed,
+//! tensor name and position): one multiplication chain gives four values, any part of any tensor can be
+//! filled alone, and the result depends on neither threads nor file sizes. The table is the normal
+//! distribution on a grid of 256 radii by 256 angles (Box-Muller), cut at 3.5 standard deviations.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use super::atomic::AtomicDirectory;
+use super::identity::Fingerprint;
+use super::{header, index, tensor_bytes};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::weights::{Role, Weight, WeightTable};
+
+/// Written beside the weights: says that they are random, and marks the folder as ours to replace.
+const MARKER_FILE: &str = "synthetic.json";
+/// Bytes that a thread fills and writes at once.
+const PIECE_BYTES: usize = 8 << 20;
+/// Entries of a value table.
+const NUM_VALUES: usize = 1 << 16;
+
+/// What to write where.
+#[derive(Debug, Clone)]
+pub struct SynthesizeOptions {
+    /// The folder. It may be empty or hold an earlier synthetic checkpoint, which is replaced.
+    pub directory: PathBuf,
+    /// Text of `config.json`.
+    pub config_json: String,
+    /// The same seed gives the same bytes.
+    pub seed: u64,
+    /// Standard deviation of linears, embeddings and biases, and of norm scales around one.
+    pub initializer_range: f64,
+    /// Largest file, unless a single tensor is larger.
+    pub max_file_bytes: u64,
+    /// Further files of the folder, by name: tokenizer, chat template.
+    pub extra_files: Vec<(String, Vec<u8>)>,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Synthesized {
+    /// Safetensors files.
+    pub num_files: usize,
+    /// Tensors in them.
+    pub num_tensors: usize,
+    /// Bytes of all tensors.
+    pub num_bytes: u64,
+}
+
+/// One tensor to write.
+struct Target<'a> {
+    weight: &'a Weight,
+    dtype: Dtype,
+    num_bytes: usize,
+    seed: u64,
+    values: usize,
+}
+
+/// One part of one tensor, and where it goes.
+struct Piece {
+    file: usize,
+    offset_bytes: u64,
+    target: usize,
+    start_bytes: usize,
+    num_bytes: usize,
+}
+
+/// Writes a random checkpoint for `table`: `config.json`, the weights in one file or in several with an
+/// index, and the extra files. The folder appears whole or not at all.
+///
+/// # Errors
+/// [`Error::File`] when the folder holds something else; [`Error::Tensor`] when the table contradicts
+/// itself; [`Error::Io`], for example when the disk is full.
+pub fn synthesize(table: &WeightTable, options: &SynthesizeOptions) -> Result<Synthesized> {
+    let (targets, values) = targets(table, options)?;
+    let files = deal(&targets, options.max_file_bytes);
+    let directory = AtomicDirectory::create(&options.directory, MARKER_FILE)?;
+    let write = |name: &str, bytes: &[u8]| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, bytes).map_err(Error::io("write", options.directory.join(name)))
+    };
+
+    let mut handles = Vec::new();
+    let mut pieces = Vec::new();
+    let mut weight_map = serde_json::Map::new();
+    for (file, members) in files.iter().enumerate() {
+        let name = match files.len() {
+            1 => index::SINGLE_FILE.to_owned(),
+            num_files => format!("model-{:05}-of-{num_files:05}.safetensors", file + 1),
+        };
+        let named = members.iter().map(|member| {
+            let target = &targets[*member];
+            (&*target.weight.checkpoint, target.dtype, target.weight.shape.as_slice())
+        });
+        let header = header::encode(named, &[("format", "pt")])?;
+        let mut offset_bytes = header.len() as u64;
+        for member in members {
+            let num_bytes = targets[*member].num_bytes;
+            for start_bytes in (0..num_bytes).step_by(PIECE_BYTES) {
+                let num_bytes = PIECE_BYTES.min(num_bytes - start_bytes);
+                pieces.push(Piece { file, offset_bytes, target: *member, start_bytes, num_bytes });
+                offset_bytes += num_bytes as u64;
+            }
+            weight_map.insert(targets[*member].weight.checkpoint.clone(), json!(name));
+        }
+        write(&name, &header)?;
+        let path = options.directory.join(&name);
+        let handle = File::options().write(true).open(directory.path().join(&name));
+        handles.push((handle.map_err(Error::io("open", &path))?, path));
+    }
+    fill_all(&targets, &values, &pieces, &handles)?;
+
+    let num_bytes = targets.iter().map(|target| target.num_bytes as u64).sum();
+    if files.len() > 1 {
+        let index = json!({"metadata": {"total_size": num_bytes}, "weight_map": weight_map});
+        write(index::INDEX_FILE, format!("{index:#}").as_bytes())?;
+    }
+    for (name, bytes) in &options.extra_files {
+        write(name, bytes)?;
+    }
+    let marker = json!({
+        "note": "random weights",
+        "tool": concat!("blockstreamer-core ", env!("CARGO_PKG_VERSION")),
+        "seed": options.seed,
+        "initializer_range": options.initializer_range,
+    });
+    write(MARKER_FILE, format!("{marker:#}").as_bytes())?;
+    write("config.json", options.config_json.as_bytes())?;
+    directory.commit()?;
+    Ok(Synthesized { num_files: files.len(), num_tensors: targets.len(), num_bytes })
+}
+
+/// Every checkpoint tensor once, and the value tables that they draw from.
+fn targets<'a>(
+    table: &'a WeightTable,
+    options: &SynthesizeOptions,
+) -> Result<(Vec<Target<'a>>, Vec<Vec<u8>>)> {
+    let mut targets: Vec<Target<'a>> = Vec::new();
+    let mut positions = BTreeMap::new();
+    let mut values: Vec<(Role, Vec<u8>)> = Vec::new();
+    for weight in &table.weights {
+        if let Some(position) = positions.get(&weight.checkpoint) {
+            let first: &Target<'_> = &targets[*position];
+            if first.weight.shape != weight.shape {
+                let message = format!(
+                    "the weight table gives it the shapes {:?} and {:?}",
+                    first.weight.shape, weight.shape
+                );
+                return Err(Error::tensor(&weight.checkpoint, message));
+            }
+            continue;
+        }
+        positions.insert(&weight.checkpoint, targets.len());
+        let dtype = weight.role.buffer_dtype().unwrap_or(table.dtype);
+        let num_bytes = (weight.shape.iter())
+            .try_fold(dtype.size_bytes(), |bytes, extent| bytes.checked_mul(*extent))
+            .ok_or_else(|| Error::tensor(&weight.checkpoint, "its shape is too large"))?;
+        // Tied tensors take the role of their first place.
+        let table_position = match values.iter().position(|entry| entry.0 == weight.role) {
+            Some(position) => position,
+            None => {
+                let bytes = value_table(weight.role, dtype, options.initializer_range)?;
+                values.push((weight.role, bytes));
+                values.len() - 1
+            }
+        };
+        let mut fingerprint = Fingerprint::new();
+        fingerprint.add(&options.seed.to_le_bytes());
+        fingerprint.add(weight.checkpoint.as_bytes());
+        let hash = fingerprint.value();
+        let seed = (hash >> 64) as u64 ^ hash as u64;
+        targets.push(Target { weight, dtype, num_bytes, seed, values: table_position });
+    }
+    Ok((targets, values.into_iter().map(|entry| entry.1).collect()))
+}
+
+/// Which tensors go into which file: in table order, a new file when the next would make it too large.
+fn deal(targets: &[Target<'_>], max_file_bytes: u64) -> Vec<Vec<usize>> {
+    let mut files = vec![Vec::new()];
+    let mut used_bytes = 0;
+    for (position, target) in targets.iter().enumerate() {
+        let num_bytes = target.num_bytes as u64;
+        if used_bytes > 0 && used_bytes + num_bytes > max_file_bytes {
+            files.push(Vec::new());
+            used_bytes = 0;
+        }
+        used_bytes += num_bytes;
+        if let Some(file) = files.last_mut() {
+            file.push(position);
+        }
+    }
+    files
+}
+
+/// The 65,536 values of a role, as bytes of `dtype`.
+fn value_table(role: Role, dtype: Dtype, initializer_range: f64) -> Result<Vec<u8>> {
+    let normal = |index: usize| {
+        let radius = (-2.0 * (((index / 256) as f64 + 0.5) / 256.0).ln()).sqrt();
+        radius * (std::f64::consts::TAU * ((index % 256) as f64 + 0.5) / 256.0).cos()
+    };
+    let value = |index: usize| match (role, dtype) {
+        (Role::Buffer(_), Dtype::BOOL) => (index % 2) as f64,
+        (Role::Buffer(_), Dtype::U8) => (index % 256) as f64,
+        (Role::Buffer(_), dtype) if !dtype.is_float() => (index % 128) as f64,
+        (Role::NormScale, _) => 1.0 + initializer_range * normal(index),
+        _ => initializer_range * normal(index),
+    };
+    let values: Vec<f64> = (0..NUM_VALUES).map(value).collect();
+    let values = Tensor::f_from_slice(&values)?;
+    // libtorch goes to 8 bits by way of fp32 in any case.
+    tensor_bytes(&values.f_to_kind(Kind::Float)?.f_to_kind(dtype.kind())?)
+}
+
+/// Fills and writes all pieces on as many threads as there are cores.
+fn fill_all(
+    targets: &[Target<'_>],
+    values: &[Vec<u8>],
+    pieces: &[Piece],
+    files: &[(File, PathBuf)],
+) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut buffer = Vec::new();
+        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let target = &targets[piece.target];
+            buffer.resize(piece.num_bytes, 0);
+            fill(target, &values[target.values], piece.start_bytes, &mut buffer);
+            let (file, path) = &files[piece.file];
+            let written = file.write_all_at(&buffer, piece.offset_bytes);
+            written.map_err(Error::io("write", path)).inspect_err(|_| {
+                // The others need not go on.
+                next.store(pieces.len(), Ordering::Relaxed);
+            })?;
+        }
+        Ok(())
+    };
+    let num_threads = std::thread::available_parallelism().map_or(1, usize::from).min(pieces.len());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..num_threads).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(Error::usage("a thread that fills weights panicked")))
+        })
+    })
+}
+
+/// Bytes `start_bytes..` of a tensor.
+fn fill(target: &Target<'_>, values: &[u8], start_bytes: usize, into: &mut [u8]) {
+    match target.dtype.size_bytes() {
+        1 => fill_elements::<1>(target.seed, values, start_bytes, into),
+        2 => fill_elements::<2>(target.seed, values, start_bytes, into),
+        4 => fill_elements::<4>(target.seed, values, start_bytes, into),
+        _ => fill_elements::<8>(target.seed, values, start_bytes, into),
+    }
+}
+
+fn fill_elements<const SIZE: usize>(seed: u64, values: &[u8], start_bytes: usize, into: &mut [u8]) {
+    let values = values.as_chunks::<SIZE>().0;
+    let elements = into.as_chunks_mut::<SIZE>().0;
+    // Pieces start on a multiple of four elements.
+    let first_word = (start_bytes / SIZE / 4) as u64;
+    for (word, quartet) in (first_word..).zip(elements.chunks_mut(4)) {
+        let mut bits = split_mix(seed, word);
+        for element in quartet {
+            *element = values[bits as usize % NUM_VALUES];
+            bits >>= 16;
+        }
+    }
+}
+
+/// Word number `position` of the stream `seed`. Source: Steele, Lea and Flood, "Fast splittable
+/// pseudorandom number generators" (2014), in the variant 13 of its finaliser.
+fn split_mix(seed: u64, position: u64) -> u64 {
+    let state = seed.wrapping_add(position.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state ^ (state >> 31)
+}
