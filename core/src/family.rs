@@ -97,7 +97,10 @@ pub trait Model: Send + Sync + fmt::Debug {
 
     /// Whether a checkpoint tensor that is not in the table may be left aside.
     /// Anything else left over is an error.
-    fn ignores(&self, checkpoint_name: &str) -> bool;
+    ///
+    /// # Errors
+    /// None of its own; a panic is reported as one.
+    fn ignores(&self, checkpoint_name: &str) -> Result<bool>;
 
     /// Where adapters may attach. All linears of the table unless a family knows better.
     ///

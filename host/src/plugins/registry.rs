@@ -1,0 +1,210 @@
+//! The families that were found, and what was refused.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use blockstreamer_core::family::{FamilySize, Model, ModelFamily};
+use blockstreamer_core::{Error, Result, plugin};
+use serde::Deserialize;
+
+use super::{discover, load};
+
+/// A family that can be used.
+pub struct Found {
+    /// Its name, as typed on the command line.
+    pub name: String,
+    /// Its library; `None` if it is linked into the host.
+    pub path: Option<PathBuf>,
+    /// The values of `model_type` that it opens.
+    pub model_types: Vec<String>,
+    /// The sizes that it can describe.
+    pub sizes: Vec<FamilySize>,
+    family: Box<dyn ModelFamily>,
+}
+
+impl Found {
+    /// The family itself.
+    pub fn family(&self) -> &dyn ModelFamily {
+        &*self.family
+    }
+
+    /// Where it was found, for messages.
+    fn place(&self) -> String {
+        self.path.as_ref().map_or("the host itself".to_owned(), |path| path.display().to_string())
+    }
+}
+
+impl fmt::Debug for Found {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{} ({})", self.name, self.place())
+    }
+}
+
+/// A library, or a folder to search, that was not used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The library or folder; the host's own file for a linked family.
+    pub path: PathBuf,
+    /// Why, and what to do.
+    pub reason: String,
+}
+
+impl Refused {
+    pub(super) fn new(path: &Path, reason: impl Into<String>) -> Self {
+        Self { path: path.to_owned(), reason: reason.into() }
+    }
+}
+
+/// The families that were found, and what was refused. One bad plugin never stops the others.
+#[derive(Debug, Default)]
+pub struct Registry {
+    families: Vec<Found>,
+    refused: Vec<Refused>,
+}
+
+impl Registry {
+    /// Takes the families linked into the host, then those of every library that
+    /// [`search`](super::search) finds.
+    ///
+    /// Install the tracing subscriber first: plugins are handed the one that is there now.
+    pub fn discover(plugin_dirs: &[PathBuf]) -> Self {
+        let mut registry = Self::linked();
+        let (files, refused) = discover::search(plugin_dirs);
+        registry.refused.extend(refused);
+        for file in files {
+            registry.load(&file);
+        }
+        registry
+    }
+
+    /// Takes only the families linked into the host.
+    pub fn linked() -> Self {
+        let mut registry = Self::default();
+        for family in plugin::linked_families() {
+            registry.take(family.map_err(|error| error.to_string()), None);
+        }
+        registry
+    }
+
+    /// Loads the library at `path`. Its families are added; what is wrong with it goes to
+    /// [`Registry::refused`].
+    pub fn load(&mut self, path: &Path) {
+        let loaded = load::load(path);
+        for reason in loaded.refused {
+            self.take(Err(reason), Some(path));
+        }
+        for family in loaded.families {
+            self.take(Ok(family), Some(path));
+        }
+    }
+
+    fn take(&mut self, family: Result<Box<dyn ModelFamily>, String>, path: Option<&Path>) {
+        match family.and_then(|family| self.admit(family, path)) {
+            Ok(found) => {
+                tracing::debug!(family = found.name, place = found.place(), "found a model family");
+                self.families.push(found);
+            }
+            Err(reason) => {
+                let path = match path {
+                    Some(path) => path.to_owned(),
+                    None => std::env::current_exe().unwrap_or_default(),
+                };
+                tracing::debug!(path = %path.display(), reason, "refused a plugin");
+                self.refused.push(Refused { path, reason });
+            }
+        }
+    }
+
+    fn admit(&self, family: Box<dyn ModelFamily>, path: Option<&Path>) -> Result<Found, String> {
+        let name = family.name();
+        let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if name.is_empty() || !name.chars().all(allowed) {
+            return Err(format!(
+                "offers a family called '{name}'; a name is lower case letters, digits and dashes"
+            ));
+        }
+        let model_types = family.model_types();
+        for other in &self.families {
+            if other.name == name {
+                return Err(format!(
+                    "offers the family '{name}', which {} offers too; the first one is kept, so \
+                     remove one of the two",
+                    other.place()
+                ));
+            }
+            if let Some(taken) = model_types.iter().find(|t| other.model_types.contains(t)) {
+                return Err(format!(
+                    "opens the model_type '{taken}', which {} opens too; the first one is kept, so \
+                     remove one of the two",
+                    other.place()
+                ));
+            }
+        }
+        let sizes = family.sizes().map_err(|error| error.to_string())?;
+        let path = path.map(Path::to_owned);
+        Ok(Found { name, path, model_types, sizes, family })
+    }
+
+    /// The families in the order in which they were found.
+    pub fn families(&self) -> &[Found] {
+        &self.families
+    }
+
+    /// What was not used, and why.
+    pub fn refused(&self) -> &[Refused] {
+        &self.refused
+    }
+
+    /// The family called `name`.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] lists the families that there are, and what was refused.
+    pub fn family(&self, name: &str) -> Result<&Found> {
+        self.families.iter().find(|found| found.name == name).ok_or_else(|| {
+            Error::usage(format!("family '{name}' is not known; families found: {}", self.known()))
+        })
+    }
+
+    /// The family that opens a `config.json`, by its `model_type`.
+    ///
+    /// # Errors
+    /// [`Error::File`] when the text is no configuration, [`Error::UnknownModelType`] when no family
+    /// takes it.
+    pub fn family_of(&self, config_json: &str) -> Result<&Found> {
+        #[derive(Deserialize)]
+        struct Config {
+            model_type: String,
+        }
+        let config: Config = serde_json::from_str(config_json)
+            .map_err(|error| Error::file("config.json", format!("{error}")))?;
+        self.families
+            .iter()
+            .find(|found| found.model_types.contains(&config.model_type))
+            .ok_or_else(|| Error::UnknownModelType {
+                found: config.model_type.clone(),
+                known: self.known(),
+            })
+    }
+
+    /// A model from the text of its `config.json`, by its `model_type`.
+    ///
+    /// # Errors
+    /// As [`Registry::family_of`] and [`ModelFamily::open`].
+    pub fn open_model(&self, config_json: &str) -> Result<Box<dyn Model>> {
+        self.family_of(config_json)?.family().open(config_json)
+    }
+
+    /// The families, their model types, and how many plugins were refused, for messages.
+    fn known(&self) -> String {
+        let family = |found: &Found| format!("{} ({})", found.name, found.model_types.join(", "));
+        let mut known = match self.families.is_empty() {
+            true => "none".to_owned(),
+            false => self.families.iter().map(family).collect::<Vec<_>>().join(", "),
+        };
+        if !self.refused.is_empty() {
+            let refused = self.refused.len();
+            known += &format!("; {refused} refused, see `blockstreamer families`");
+        }
+        known
+    }
+}
