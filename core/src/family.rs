@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::batch::Batch;
 use crate::block::BlockIndex;
 use crate::context::Context;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::scope::Scope;
 use crate::site::Site;
 use crate::state::State;
@@ -60,11 +60,33 @@ pub trait ModelFamily: Send + Sync {
     /// [`Error::Config`](crate::Error::Config) names the key that is missing or unusable.
     fn open(&self, config_json: &str) -> Result<Box<dyn Model>>;
 
+    /// The same configuration with another number of decoder layers, for smaller synthetic
+    /// checkpoints. The default sets `num_hidden_layers`, in `text_config` where there is one.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) when the key is not where it should be.
+    fn with_layers(&self, config_json: &str, num_hidden_layers: usize) -> Result<String> {
+        set_num_hidden_layers(&self.name(), config_json, num_hidden_layers)
+    }
+
     /// Chat template and special tokens for a checkpoint with this `config.json`.
     ///
     /// # Errors
     /// As [`ModelFamily::open`].
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat>;
+}
+
+fn set_num_hidden_layers(family: &str, config_json: &str, layers: usize) -> Result<String> {
+    let refuse = |message: String| Error::Config { family: family.to_owned(), message };
+    let mut config: serde_json::Value =
+        serde_json::from_str(config_json).map_err(|error| refuse(error.to_string()))?;
+    let nested = config.get("text_config").is_some();
+    let section = if nested { config.get_mut("text_config") } else { Some(&mut config) };
+    let value = section
+        .and_then(|section| section.get_mut("num_hidden_layers"))
+        .ok_or_else(|| refuse("has no num_hidden_layers to change".into()))?;
+    *value = layers.into();
+    serde_json::to_string_pretty(&config).map_err(|error| refuse(error.to_string()))
 }
 
 /// Sizes that the host needs to know of a model.

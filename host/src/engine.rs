@@ -9,7 +9,8 @@ use blockstreamer_core::device::{HostBuffer, load_cuda};
 use blockstreamer_core::execute::ExecutorOptions;
 use blockstreamer_core::family::Model;
 use blockstreamer_core::numerics::AttentionKernel;
-use blockstreamer_core::source::{BlockSource, RamSource, SafetensorsSource, ShardSource};
+use blockstreamer_core::source::shards::ShardSource;
+use blockstreamer_core::source::{BlockSource, RamSource, SafetensorsSource};
 use blockstreamer_core::stream::StreamOptions;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
@@ -156,7 +157,7 @@ impl OpenModel {
     pub fn open(registry: &Registry, directory: &Path) -> Result<Self> {
         let checkpoint = Checkpoint::open(directory)?;
         let model = registry.open_model(&checkpoint.config_json)?;
-        let layout = layout(&checkpoint, &*model)?;
+        let layout = Layout::of(&checkpoint, &*model)?;
         Ok(Self { directory: directory.to_owned(), checkpoint, model, layout })
     }
 
@@ -185,26 +186,16 @@ impl OpenModel {
     }
 }
 
-fn layout(checkpoint: &Checkpoint, model: &dyn Model) -> Result<Layout> {
-    let mut refused = None;
-    let ignores = |name: &str| {
-        model.ignores(name).unwrap_or_else(|error| {
-            refused.get_or_insert(error);
-            false
-        })
-    };
-    let layout = Layout::new(checkpoint, &model.weights()?, ignores);
-    match refused {
-        Some(error) => Err(error.into()),
-        None => Ok(layout?),
-    }
-}
-
 /// How to execute on `device`, by these settings.
 ///
 /// # Errors
 /// When a size does not fit this machine.
-pub fn executor_options(device: Device, dtype: Precision, config: &StreamConfig, seed: u64) -> Result<ExecutorOptions> {
+pub fn executor_options(
+    device: Device,
+    dtype: Precision,
+    config: &StreamConfig,
+    seed: u64,
+) -> Result<ExecutorOptions> {
     Ok(ExecutorOptions {
         stream: config.options()?,
         attention: AttentionKernel::Fused,

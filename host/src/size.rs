@@ -33,7 +33,9 @@ impl FromStr for Size {
         let (number, unit) = (&text[..split], text[split..].trim());
         let factor = match unit {
             "" | "B" => 1,
-            _ => UNITS.iter().find(|(name, _)| *name == unit).map(|(_, factor)| *factor).unwrap_or(0),
+            _ => {
+                UNITS.iter().find(|(name, _)| *name == unit).map(|(_, factor)| *factor).unwrap_or(0)
+            }
         };
         match number.parse::<f64>() {
             Ok(value) if factor > 0 && value.is_finite() => {

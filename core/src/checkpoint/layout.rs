@@ -7,6 +7,7 @@ use super::{Checkpoint, CheckpointFile, StoredTensor};
 use crate::block::{BlockSpec, Placement};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::family::Model;
 use crate::weights::{Weight, WeightTable};
 
 /// Where the bytes of one tensor of a block are. Its size is in the block's spec.
@@ -32,6 +33,14 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// The layout of `checkpoint` for the model that opened it.
+    ///
+    /// # Errors
+    /// As [`Layout::new`], and whatever the model returns.
+    pub fn of(checkpoint: &Checkpoint, model: &dyn Model) -> Result<Self> {
+        Self::new(checkpoint, &model.weights()?, |name| model.ignores(name))
+    }
+
     /// Matches `table` with `checkpoint`. The same checkpoint tensor may have several places (tied
     /// weights, slices); every one must have a place or be ignored, and slices must leave nothing over.
     ///
@@ -41,7 +50,7 @@ impl Layout {
     pub fn new(
         checkpoint: &Checkpoint,
         table: &WeightTable,
-        ignores: impl Fn(&str) -> bool,
+        ignores: impl Fn(&str) -> Result<bool>,
     ) -> Result<Self> {
         check_streamed_first(table.blocks.iter().map(|block| (&*block.name, block.placement)))?;
         check_missing(checkpoint, table)?;
@@ -148,11 +157,14 @@ fn fit(weight: &Weight, stored: &StoredTensor, expected: Dtype) -> Result<Range<
 fn check_left_over(
     checkpoint: &Checkpoint,
     used: BTreeMap<&str, Vec<Range<usize>>>,
-    ignores: impl Fn(&str) -> bool,
+    ignores: impl Fn(&str) -> Result<bool>,
 ) -> Result<()> {
-    let left_over: Vec<_> = (checkpoint.tensors.keys())
-        .filter(|name| !used.contains_key(name.as_str()) && !ignores(name))
-        .collect();
+    let mut left_over = Vec::new();
+    for name in checkpoint.tensors.keys() {
+        if !used.contains_key(name.as_str()) && !ignores(name)? {
+            left_over.push(name);
+        }
+    }
     if !left_over.is_empty() {
         let first: Vec<_> = left_over.iter().take(4).map(|name| name.as_str()).collect();
         let more = if left_over.len() > first.len() { ", …" } else { "" };

@@ -8,6 +8,7 @@ use crate::batch::Batch;
 use crate::block::BlockIndex;
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::numerics::padding_is_on_the_right;
 use crate::state::{HIDDEN, NamedTensors, State};
 
 /// What one micro-batch brings into the first block.
@@ -78,6 +79,12 @@ impl Executor {
 
     pub(super) fn embed(&self, batch: &Batch) -> Result<PassInput> {
         let _no_graph = tch::no_grad_guard();
+        let right_padded = batch
+            .attention_mask
+            .as_ref()
+            .map(padding_is_on_the_right)
+            .transpose()?
+            .unwrap_or(false);
         let to_device = |tensor: &Tensor| tensor.f_to_device(self.options.device);
         let move_optional = |tensor: &Option<Tensor>| tensor.as_ref().map(to_device).transpose();
         let batch = Batch {
@@ -87,7 +94,11 @@ impl Executor {
             segments: move_optional(&batch.segments)?,
         };
         let empty = NamedTensors::new();
-        let (context, state) = self.model.embed(&self.scope(None, &empty, None), &batch)?;
+        let (mut context, state) = self.model.embed(&self.scope(None, &empty, None), &batch)?;
+        if context.attention.causal && right_padded {
+            // Only padding sees padding then, and kernels that know causality need no mask matrix.
+            context.attention.key_mask = None;
+        }
         Ok(PassInput { context, state })
     }
 

@@ -89,6 +89,12 @@ impl ModelFamily for GuardedFamily {
         Ok(Box::new(GuardedModel { dimensions, inner }))
     }
 
+    fn with_layers(&self, config_json: &str, num_hidden_layers: usize) -> Result<String> {
+        guarded(&self.name, "with_layers", || {
+            self.inner.with_layers(config_json, num_hidden_layers)
+        })
+    }
+
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         guarded(&self.name, "chat_format", || self.inner.chat_format(config_json))
     }

@@ -175,7 +175,7 @@ impl Fixture {
     }
 
     fn layout(&self) -> Layout {
-        Layout::new(&self.checkpoint(), &self.table, |_| false).unwrap()
+        Layout::new(&self.checkpoint(), &self.table, |_| Ok(false)).unwrap()
     }
 
     /// The image that a block must have, made from its tensors alone.

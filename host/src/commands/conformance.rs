@@ -2,32 +2,34 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use blockstreamer_conformance::{Options, Report, check_family, check_golden};
+use blockstreamer_core::family::ModelFamily;
 use serde_json::json;
 use tch::Kind;
 
 use super::{print, print_json};
 use crate::cli::ConformanceArgs;
 use crate::engine::device;
-use crate::plugins::Registry;
+use crate::plugins::{Found, Registry};
 
 pub(super) fn run(registry: &Registry, args: &ConformanceArgs) -> Result<bool> {
     let device = device(&args.device)?;
     let options = Options::new(device, args.dtype.kind(device));
     let path = Path::new(&args.family);
     // A path means that very file, whatever else was found.
-    let loaded;
-    let registry = if path.is_file() {
-        loaded = Registry::of_file(path)?;
-        &loaded
+    let mut loaded = Registry::default();
+    let families: Vec<&dyn ModelFamily> = if path.is_file() {
+        loaded.load(path);
+        if let Some(refused) = loaded.refused().first() {
+            bail!("plugin {}: {}", refused.path.display(), refused.reason);
+        }
+        loaded.families().iter().map(Found::family).collect()
     } else {
-        registry
+        vec![registry.family(&args.family)?.family()]
     };
     let mut report = Report::default();
-    let families = if path.is_file() { registry.names() } else { vec![args.family.clone()] };
-    for name in families {
-        let family = registry.family(&name)?;
+    for family in families {
         if args.golden.is_empty() {
             report.extend(check_family(family, &options)?);
         }

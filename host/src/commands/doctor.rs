@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use blockstreamer_core::device::{cuda_info, host_to_device_gb_per_s, load_cuda};
-use blockstreamer_core::plugin::libtorch_version;
+use blockstreamer_core::plugin::fingerprint;
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -20,11 +20,11 @@ const SAMPLE_BYTES: usize = 256 << 20;
 pub(super) fn run(registry: &Registry, json: bool, path: &Path) -> Result<()> {
     let report = json!({
         "cuda": cuda(),
-        "libtorch": libtorch_version(),
+        "built_with": fingerprint::as_str().lines().collect::<Vec<_>>(),
         "memory": memory(),
         "disk": disk(path),
         "plugins": {
-            "families": registry.names(),
+            "families": registry.families().iter().map(|found| &found.name).collect::<Vec<_>>(),
             "refused": registry.refused().iter().map(|refused| json!({
                 "path": refused.path,
                 "reason": refused.reason,
@@ -101,7 +101,8 @@ fn disk_gb_per_s(folder: &Path) -> Result<f64> {
     let mut file = tempfile::NamedTempFile::new_in(folder)
         .with_context(|| format!("cannot write into {}", folder.display()))?;
     // Not all zeros: some file systems store those without writing them.
-    let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let chunk: Vec<u8> =
+        (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     for _ in 0..SAMPLE_BYTES / chunk.len() {
         file.write_all(&chunk)?;
     }

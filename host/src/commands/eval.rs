@@ -7,7 +7,9 @@ use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::EvalArgs;
-use crate::data::{BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Overflow, Tokenizer};
+use crate::data::{
+    BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Overflow, Tokenizer,
+};
 use crate::engine::{OpenModel, StreamConfig, device, executor_options};
 use crate::plugins::Registry;
 
@@ -16,22 +18,35 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     let open = OpenModel::open(registry, &args.model)?;
     let tokenizer = Tokenizer::load(&open.directory)?;
     let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
-    let options = DatasetOptions { sequence_length: args.sequence_length, overflow: Overflow::Truncate };
+    let options =
+        DatasetOptions { sequence_length: args.sequence_length, overflow: Overflow::Truncate };
     let dataset = Dataset::load(&args.data, &tokenizer, template.as_ref(), options)?;
     if dataset.num_truncated > 0 {
-        tracing::warn!(rows = dataset.num_truncated, "rows were longer than --sequence-length and lost their end");
+        tracing::warn!(
+            rows = dataset.num_truncated,
+            "rows were longer than --sequence-length and lost their end"
+        );
     }
     let num_rows = dataset.samples.len();
-    let options = BatchOptions { batch_size: args.batch_size, micro_batches: 1, seed: 0, shuffle: false };
+    let options =
+        BatchOptions { batch_size: args.batch_size, micro_batches: 1, seed: 0, shuffle: false };
     let batches = Batches::new(dataset, tokenizer.pad_id(), options)?;
-    let stream = StreamConfig { tier: args.tier, prefetch_ahead: args.prefetch_ahead, ..StreamConfig::default() };
+    let stream = StreamConfig {
+        tier: args.tier,
+        prefetch_ahead: args.prefetch_ahead,
+        ..StreamConfig::default()
+    };
     let adapter: Option<Box<dyn Adapter>> = match &args.adapter {
         None => None,
         Some(folder) => Some(Box::new(Lora::import(folder, &open.model.sites()?, device)?)),
     };
     let source = open.source(&stream, device)?;
-    let executor =
-        Executor::new(open.model, source, adapter, executor_options(device, args.dtype, &stream, 0)?)?;
+    let executor = Executor::new(
+        open.model,
+        source,
+        adapter,
+        executor_options(device, args.dtype, &stream, 0)?,
+    )?;
 
     // Many rows pass through a block during one visit: weights are read once for all of them.
     let (mut sum, mut num_targets) = (0.0, 0_usize);
@@ -51,8 +66,11 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
             "rows": num_rows,
         }));
     }
-    print(&format!("loss {loss:.6}  perplexity {:.4}  over {num_targets} tokens of {num_rows} rows", loss.exp()))
-        .context("cannot report")
+    print(&format!(
+        "loss {loss:.6}  perplexity {:.4}  over {num_targets} tokens of {num_rows} rows",
+        loss.exp()
+    ))
+    .context("cannot report")
 }
 
 /// Rows that share one visit of each block.

@@ -1,7 +1,8 @@
 //! `shard`: a model as aligned, checksummed block files.
 
 use anyhow::Result;
-use blockstreamer_core::source::{SafetensorsSource, ShardProgress, verify_shards, write_shards};
+use blockstreamer_core::source::SafetensorsSource;
+use blockstreamer_core::source::shards::{ShardProgress, ShardSource, verify_shards, write_shards};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::print;
@@ -12,7 +13,9 @@ use crate::size::Size;
 
 pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
     let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  {msg}") {
+    if let Ok(style) =
+        ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  {msg}")
+    {
         bar.set_style(style);
     }
     let mut show = |progress: ShardProgress<'_>| {
@@ -39,10 +42,14 @@ pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
     Ok(true)
 }
 
-fn verify(args: &ShardArgs, identity: &str, show: &mut dyn FnMut(ShardProgress<'_>)) -> Result<bool> {
+fn verify(
+    args: &ShardArgs,
+    identity: &str,
+    show: &mut dyn FnMut(ShardProgress<'_>),
+) -> Result<bool> {
     let mut whole = true;
     // Stale shards are refused by opening them; damaged ones are listed one by one.
-    blockstreamer_core::source::ShardSource::open(&args.out[0], Some(identity))?;
+    ShardSource::open(&args.out[0], Some(identity))?;
     for damage in verify_shards(&args.out[0], show)? {
         whole = false;
         print(&format!("block {}: {}", damage.block, damage.reason))?;
@@ -50,7 +57,9 @@ fn verify(args: &ShardArgs, identity: &str, show: &mut dyn FnMut(ShardProgress<'
     if whole {
         print("all shards are whole and belong to this model")?;
     } else {
-        print("run shard again without --verify: it writes the damaged blocks anew and keeps the others")?;
+        print(
+            "run shard again without --verify: it writes the damaged blocks anew and keeps the others",
+        )?;
     }
     Ok(whole)
 }

@@ -10,14 +10,14 @@ use crate::plugins::Registry;
 use crate::size::Size;
 
 /// Text that the tokenizer is trained on.
-const CORPUS: [&str; 2] = [include_str!("../../assets/corpus.txt"), include_str!("../../assets/demo.jsonl")];
+const CORPUS: [&str; 2] =
+    [include_str!("../../assets/corpus.txt"), include_str!("../../assets/demo.jsonl")];
 
 pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
-    let (name, size) = args
-        .model
-        .split_once(':')
-        .with_context(|| format!("'{}' names no size; write family:size, for example qwen3-vl:tiny", args.model))?;
-    let family = registry.family(name)?;
+    let (name, size) = args.model.split_once(':').with_context(|| {
+        format!("'{}' names no size; write family:size, for example qwen3-vl:tiny", args.model)
+    })?;
+    let family = registry.family(name)?.family();
     let sizes = family.sizes()?;
     let Some(size) = sizes.iter().find(|known| known.name == size) else {
         let known: Vec<_> = sizes.iter().map(|known| known.name.as_str()).collect();
@@ -35,7 +35,8 @@ pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
     let mut extra_files = Vec::new();
     for entry in std::fs::read_dir(staging.path())? {
         let entry = entry?;
-        extra_files.push((entry.file_name().to_string_lossy().into_owned(), std::fs::read(entry.path())?));
+        extra_files
+            .push((entry.file_name().to_string_lossy().into_owned(), std::fs::read(entry.path())?));
     }
     extra_files.sort();
     let written = synthesize(

@@ -1,7 +1,7 @@
 //! From a JSONL file to micro-batches: tokenizer, chat template, loss mask, dataset, batches.
 //!
 //! ```text
-//! folder --Tokenizer::load, ChatTemplate::load--> encoder
+//! folder --Tokenizer::load, ChatTemplate::find--> encoder
 //! file   --Dataset::load (template, tokens, mask, length rule)--> samples
 //! samples --Batches::step(n)--> the micro-batches of optimizer step n
 //! ```
@@ -42,6 +42,6 @@ fn test_folder() -> std::path::PathBuf {
 #[allow(clippy::unwrap_used)]
 fn test_model() -> (Tokenizer, ChatTemplate) {
     let tokenizer = Tokenizer::load(&test_folder()).unwrap();
-    let template = ChatTemplate::load(&test_folder(), tokenizer.special_tokens()).unwrap();
+    let template = ChatTemplate::find(&test_folder(), tokenizer.special_tokens()).unwrap().unwrap();
     (tokenizer, template)
 }

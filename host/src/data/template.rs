@@ -44,16 +44,19 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// Finds the template of a checkpoint folder: `chat_template.jinja`, else the `chat_template` of
     /// `tokenizer_config.json` (one text or several named ones), else that of `chat_template.json`.
+    /// `None` when there is none, as with base models.
     ///
     /// `special_tokens` become variables of the template, see [`super::Tokenizer::special_tokens`].
     ///
     /// # Errors
-    /// Names the files that were looked for when there is none, and the line of a syntax error.
-    pub fn load(folder: &Path, special_tokens: &BTreeMap<String, String>) -> Result<Self> {
+    /// Names the file that is damaged, and the line of a syntax error.
+    pub fn find(folder: &Path, special_tokens: &BTreeMap<String, String>) -> Result<Option<Self>> {
         let path = folder.join("chat_template.jinja");
         match std::fs::read_to_string(&path) {
             Ok(source) => {
-                return Self::new(&source, special_tokens).map_err(|error| error.in_file(&path));
+                return Self::new(&source, special_tokens)
+                    .map(Some)
+                    .map_err(|error| error.in_file(&path));
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => return Err(DataError::io("read", path)(error)),
@@ -73,12 +76,10 @@ impl ChatTemplate {
                 DataError::file(&path, message)
             })?;
             return Self::from_named(&sources, special_tokens)
+                .map(Some)
                 .map_err(|error| error.in_file(&path));
         }
-        let message = "no chat template: neither chat_template.jinja nor a chat_template in \
-                       tokenizer_config.json or chat_template.json; a base model has none: copy the one of \
-                       its chat version here, or train on {\"text\": …} rows";
-        Err(DataError::file(folder, message))
+        Ok(None)
     }
 
     /// A template from its source.

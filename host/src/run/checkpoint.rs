@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::Adapter;
-use blockstreamer_core::checkpoint::{AtomicDirectory, read_safetensors, write_file, write_safetensors};
+use blockstreamer_core::checkpoint::{
+    AtomicDirectory, read_safetensors, write_file, write_safetensors,
+};
 use blockstreamer_core::optimizer::{Optimizer, OptimizerState};
 use serde::{Deserialize, Serialize};
 use tch::Device;
@@ -40,9 +42,11 @@ impl Checkpoint {
     pub(super) fn latest(folder: &Path) -> Result<Option<Self>> {
         let Some(newest) = numbered(folder)?.pop() else { return Ok(None) };
         let path = newest.join(STATE_FILE);
-        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let state: SavedState = serde_json::from_str(&text)
-            .with_context(|| format!("{} is damaged; remove that folder to go back one checkpoint", path.display()))?;
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let state: SavedState = serde_json::from_str(&text).with_context(|| {
+            format!("{} is damaged; remove that folder to go back one checkpoint", path.display())
+        })?;
         if state.version != VERSION {
             bail!("{} has version {}, this program reads {VERSION}", path.display(), state.version);
         }
@@ -60,7 +64,12 @@ impl Checkpoint {
     }
 
     /// Gives the optimizer what it had. Its moments go to `device`.
-    pub(super) fn restore(&self, name: &str, optimizer: &mut dyn Optimizer, device: Device) -> Result<()> {
+    pub(super) fn restore(
+        &self,
+        name: &str,
+        optimizer: &mut dyn Optimizer,
+        device: Device,
+    ) -> Result<()> {
         if self.state.optimizer != name {
             bail!(
                 "{} was saved by optimizer '{}', this run uses '{name}'",
@@ -92,13 +101,15 @@ pub(super) fn save(
     adapter.export(&directory.path().join("adapter"), base_model)?;
     let OptimizerState { counters, tensors } = optimizer.state();
     write_safetensors(&directory.path().join(OPTIMIZER_FILE), &tensors)?;
-    let state = SavedState { version: VERSION, completed_steps, optimizer: name.to_owned(), counters };
+    let state =
+        SavedState { version: VERSION, completed_steps, optimizer: name.to_owned(), counters };
     write_file(&directory.path().join(STATE_FILE), &serde_json::to_vec_pretty(&state)?)?;
     directory.commit()?;
     let mut all = numbered(folder)?;
     all.truncate(all.len().saturating_sub(keep));
     for old in all {
-        std::fs::remove_dir_all(&old).with_context(|| format!("cannot remove {}", old.display()))?;
+        std::fs::remove_dir_all(&old)
+            .with_context(|| format!("cannot remove {}", old.display()))?;
     }
     Ok(())
 }
@@ -108,7 +119,8 @@ fn numbered(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
     }
-    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
+    let entries =
+        std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     let mut found = Vec::new();
     for entry in entries {
         let path = entry?.path();

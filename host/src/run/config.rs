@@ -257,7 +257,8 @@ impl RunConfig {
             Some(path) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the run file {}", path.display()))?;
-                text.parse().with_context(|| format!("the run file {} is not TOML", path.display()))?
+                text.parse()
+                    .with_context(|| format!("the run file {} is not TOML", path.display()))?
             }
         };
         if let Some(folder) = path.and_then(Path::parent) {
@@ -312,7 +313,10 @@ impl RunConfig {
             bail!("keep_checkpoints must be at least 1");
         }
         if !(self.optimizer.max_grad_norm.is_finite() && self.optimizer.max_grad_norm >= 0.0) {
-            bail!("optimizer.max_grad_norm must be 0 (off) or more, not {}", self.optimizer.max_grad_norm);
+            bail!(
+                "optimizer.max_grad_norm must be 0 (off) or more, not {}",
+                self.optimizer.max_grad_norm
+            );
         }
         Ok(())
     }
@@ -320,9 +324,9 @@ impl RunConfig {
 
 /// Applies `a.b=value`; the value is read as TOML, and as a plain string where it is none.
 fn set(table: &mut toml::Table, setting: &str) -> Result<()> {
-    let (key, value) = setting
-        .split_once('=')
-        .with_context(|| format!("--set takes key=value, for example lora.rank=8, not '{setting}'"))?;
+    let (key, value) = setting.split_once('=').with_context(|| {
+        format!("--set takes key=value, for example lora.rank=8, not '{setting}'")
+    })?;
     let value = format!("value = {value}")
         .parse::<toml::Table>()
         .ok()
@@ -334,9 +338,12 @@ fn set(table: &mut toml::Table, setting: &str) -> Result<()> {
     for part in parts {
         let entry = target.entry(part).or_insert_with(|| toml::Value::Table(toml::Table::new()));
         if part == "data" && entry.is_str() {
-            *entry = toml::Value::Table(toml::Table::from_iter([("path".to_owned(), entry.clone())]));
+            *entry =
+                toml::Value::Table(toml::Table::from_iter([("path".to_owned(), entry.clone())]));
         }
-        target = entry.as_table_mut().with_context(|| format!("--set {key}: '{part}' is not a table"))?;
+        target = entry
+            .as_table_mut()
+            .with_context(|| format!("--set {key}: '{part}' is not a table"))?;
     }
     target.insert(last.to_owned(), value);
     Ok(())
@@ -359,7 +366,8 @@ mod tests {
     #[test]
     fn a_set_wins_over_the_file_and_defaults_fill_the_rest() {
         let text = format!("{PATHS}steps = 5\n[lora]\nrank = 4\n");
-        let config = load(&text, &["lora.rank=8", "optimizer.name=sgd", "stream.prefetch_ahead=0"]).unwrap();
+        let config =
+            load(&text, &["lora.rank=8", "optimizer.name=sgd", "stream.prefetch_ahead=0"]).unwrap();
         assert_eq!((config.steps, config.lora.rank, config.lora.alpha), (Some(5), 8, 32.0));
         assert_eq!((config.optimizer.name.as_str(), config.stream.prefetch_ahead), ("sgd", 0));
         assert_eq!(config.model, Path::new("/m"));
@@ -368,7 +376,10 @@ mod tests {
     #[test]
     fn data_is_a_path_or_a_table() {
         let config = load(PATHS, &["data.overflow=skip"]).unwrap();
-        assert_eq!((config.data.path.as_path(), config.data.overflow), (Path::new("/d"), Overflow::Skip));
+        assert_eq!(
+            (config.data.path.as_path(), config.data.overflow),
+            (Path::new("/d"), Overflow::Skip)
+        );
         let text = "model = '/m'\nout = '/o'\n[data]\npath = '/d'\nshuffle = false\n";
         assert!(!load(text, &[]).unwrap().data.shuffle);
         assert!(format!("{:#}", load(PATHS, &["data.shufle=1"]).unwrap_err()).contains("shufle"));
@@ -382,7 +393,8 @@ mod tests {
 
     #[test]
     fn the_effective_configuration_reads_back_as_itself() {
-        let config = load(PATHS, &["lora.target_modules=[\"q_proj\"]", "stream.slot_budget=8GiB"]).unwrap();
+        let config =
+            load(PATHS, &["lora.target_modules=[\"q_proj\"]", "stream.slot_budget=8GiB"]).unwrap();
         let text = toml::to_string(&config).unwrap();
         let again: RunConfig = toml::from_str(&text).unwrap();
         assert_eq!(config, again, "{text}");

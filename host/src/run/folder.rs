@@ -21,10 +21,14 @@ impl RunFolder {
     pub fn open(root: &Path, resume: bool) -> Result<Self> {
         let folder = Self { root: root.to_owned() };
         if !resume && (folder.metrics().exists() || folder.checkpoints().exists()) {
-            bail!("{} already holds a run: pass --resume to go on with it, or choose another --out", root.display());
+            bail!(
+                "{} already holds a run: pass --resume to go on with it, or choose another --out",
+                root.display()
+            );
         }
         for path in [root, &folder.checkpoints()] {
-            std::fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
+            std::fs::create_dir_all(path)
+                .with_context(|| format!("cannot create {}", path.display()))?;
         }
         Ok(folder)
     }

@@ -93,10 +93,16 @@ mod tests {
         for step in 1..=4 {
             file.append(&line(step)).unwrap();
         }
-        std::fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\": 5, \"lo").unwrap();
+        std::fs::OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .unwrap()
+            .write_all(b"{\"step\": 5, \"lo")
+            .unwrap();
         MetricsFile::open(&path, 2).unwrap().append(&line(3)).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        let steps: Vec<StepMetrics> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let steps: Vec<StepMetrics> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(steps, [line(1), line(2), line(3)]);
     }
 }

@@ -105,10 +105,15 @@ fn load_rows(config: &RunConfig, open: &OpenModel) -> Result<Batches> {
         );
     }
     let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
-    let options = DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
+    let options =
+        DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
     let dataset = Dataset::load(&config.data.path, &tokenizer, template.as_ref(), options)?;
     if dataset.num_skipped > 0 || dataset.num_truncated > 0 {
-        tracing::warn!(skipped = dataset.num_skipped, truncated = dataset.num_truncated, "rows were too long");
+        tracing::warn!(
+            skipped = dataset.num_skipped,
+            truncated = dataset.num_truncated,
+            "rows were too long"
+        );
     }
     let options = BatchOptions {
         batch_size: config.batch_size,
@@ -151,7 +156,8 @@ impl Run<'_> {
         };
         let mut launched: Option<Launched> = None;
         for step in steps.clone() {
-            let next = self.launch(batches, optimizer, step, schedule.at(step), step + 1 < steps.end)?;
+            let next =
+                self.launch(batches, optimizer, step, schedule.at(step), step + 1 < steps.end)?;
             if let Some(before) = launched.replace(next) {
                 self.finish(before)?;
             }
@@ -185,10 +191,16 @@ impl Run<'_> {
         let rows = batches.step(step)?;
         let before = self.executor.stats()?;
         let mut sink = Gradients::new();
-        let loss = self.executor.train_step(&rows.batches, StepOptions { step, another_follows }, &mut sink)?;
+        let loss = self.executor.train_step(
+            &rows.batches,
+            StepOptions { step, another_follows },
+            &mut sink,
+        )?;
         let trainables = adapter_of(self.executor)?.trainables();
-        let (named, gradients): (Vec<_>, Vec<_>) =
-            sink.of(trainables).map(|(trainable, gradient)| (trainable, gradient.shallow_clone())).unzip();
+        let (named, gradients): (Vec<_>, Vec<_>) = sink
+            .of(trainables)
+            .map(|(trainable, gradient)| (trainable, gradient.shallow_clone()))
+            .unzip();
         let max_norm = self.config.optimizer.max_grad_norm;
         let grad_norm =
             if max_norm > 0.0 { Some(clip_gradient_norm(&gradients, max_norm)?) } else { None };

@@ -64,6 +64,11 @@ impl ModelFamily for Misbehave {
         Ok(Box::new(Probe { panic_in }))
     }
 
+    fn with_layers(&self, config_json: &str, _num_hidden_layers: usize) -> Result<String> {
+        panic_if(&Probe::panic_in("misbehave", config_json)?, "with_layers");
+        Ok(config_json.to_owned())
+    }
+
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         panic_if(&Probe::panic_in("misbehave", config_json)?, "chat_format");
         Err(Error::NotSupported { operation: "chat_format", implementer: "misbehave".into() })

@@ -19,7 +19,7 @@ use model::Qwen3VlModel;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Qwen3Vl;
 
-// EXPORT LINE GOES HERE: blockstreamer_core::export_family!(Qwen3Vl);
+blockstreamer_core::export_family!(Qwen3Vl);
 
 impl ModelFamily for Qwen3Vl {
     fn name(&self) -> String {

@@ -85,8 +85,8 @@ impl Model for Qwen3VlModel {
         Ok(weights::table(&self.config))
     }
 
-    fn ignores(&self, checkpoint_name: &str) -> bool {
-        weights::ignores(&self.config, checkpoint_name)
+    fn ignores(&self, checkpoint_name: &str) -> Result<bool> {
+        Ok(weights::ignores(&self.config, checkpoint_name))
     }
 
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {

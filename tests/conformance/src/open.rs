@@ -24,7 +24,7 @@ impl<'a> Opened<'a> {
     pub(crate) fn new(family: &'a dyn ModelFamily, directory: &Path) -> Result<Self> {
         let checkpoint = Checkpoint::open(directory)?;
         let model = family.open(&checkpoint.config_json)?;
-        let layout = layout(&checkpoint, &*model)?;
+        let layout = Layout::of(&checkpoint, &*model)?;
         Ok(Self { family, checkpoint, layout })
     }
 
@@ -54,20 +54,5 @@ impl<'a> Opened<'a> {
 
     pub(crate) fn import(&self, directory: &Path, options: &Options) -> Result<Box<dyn Adapter>> {
         Ok(Box::new(Lora::import(directory, &self.model()?.sites()?, options.device)?))
-    }
-}
-
-pub(crate) fn layout(checkpoint: &Checkpoint, model: &dyn Model) -> Result<Layout> {
-    let mut refused = None;
-    let ignores = |name: &str| {
-        model.ignores(name).unwrap_or_else(|error| {
-            refused.get_or_insert(error);
-            false
-        })
-    };
-    let layout = Layout::new(checkpoint, &model.weights()?, ignores);
-    match refused {
-        Some(error) => Err(error),
-        None => layout,
     }
 }

@@ -7,7 +7,8 @@ use blockstreamer_core::Error;
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::execute::{Executor, Gradients, StepOptions};
-use blockstreamer_core::source::{BlockSource, RamSource, ShardSource, write_shards};
+use blockstreamer_core::source::shards::{ShardSource, write_shards};
+use blockstreamer_core::source::{BlockSource, RamSource};
 use tch::Tensor;
 
 use crate::compare::identical;

@@ -28,7 +28,10 @@ fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 
 fn loaded(files: &[(&str, &str)], chat: &Conversation) -> Result<String> {
     let folder = folder(files);
-    Ok(ChatTemplate::load(folder.path(), &BTreeMap::new())?.render(chat, false)?.text)
+    match ChatTemplate::find(folder.path(), &BTreeMap::new())? {
+        Some(template) => Ok(template.render(chat, false)?.text),
+        None => Ok("no template".to_owned()),
+    }
 }
 
 #[test]
@@ -61,11 +64,9 @@ fn named_templates_without_a_default_are_listed() {
 }
 
 #[test]
-fn a_folder_without_a_template_says_where_it_looked_and_what_to_do() {
-    let error = loaded(&[], &greeting()).unwrap_err().to_string();
-    for needle in ["chat_template.jinja", "tokenizer_config.json", "{\"text\": …}"] {
-        assert!(error.contains(needle), "{error}");
-    }
+fn a_base_model_has_no_template() {
+    assert_eq!(loaded(&[], &greeting()).unwrap(), "no template");
+    assert_eq!(loaded(&[("tokenizer_config.json", "{}")], &greeting()).unwrap(), "no template");
 }
 
 #[test]
