@@ -1,4 +1,5 @@
 //! Host and plugins in one process: panics, libtorch, autograd mode and tracing.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
