@@ -23,5 +23,7 @@ pub mod abi;
 mod export;
 pub mod fingerprint;
 mod guard;
+mod host_guard;
 
 pub use export::{FamilyEntry, adopt_host, linked_families, register};
+pub use host_guard::guard_scopes;

@@ -142,6 +142,7 @@ impl Registry {
         }
         let sizes = family.sizes().map_err(|error| error.to_string())?;
         let path = path.map(Path::to_owned);
+        let family = plugin::guard_scopes(family);
         Ok(Found { name, path, model_types, sizes, family })
     }
 
