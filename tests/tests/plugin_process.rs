@@ -1,4 +1,5 @@
 //! Host and plugins in one process: panics, libtorch, autograd mode and tracing.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -20,11 +21,12 @@ use tracing::{Event, Subscriber};
 use tracing_subscriber::layer::{Context as LayerContext, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The host's side of a block: every linear doubles.
+/// The host's side of a block: every linear doubles, except that the head of this host is broken.
 struct Doubling;
 
 impl Scope for Doubling {
-    fn linear(&self, _site: &str, x: &Tensor) -> Result<Tensor> {
+    fn linear(&self, site: &str, x: &Tensor) -> Result<Tensor> {
+        assert_ne!(site, "lm_head", "a fault of the host");
         Ok(x.f_mul_scalar(2.0)?)
     }
 
@@ -139,6 +141,20 @@ fn an_error_passes_through_a_plugin_unchanged() {
     let model = open(&registry, "well_behaved", "nothing").unwrap();
     let error = forward(&*model, State::new()).unwrap_err();
     assert!(matches!(&error, Error::Tensor { tensor, .. } if tensor == HIDDEN), "{error}");
+}
+
+#[test]
+fn a_panic_of_the_host_inside_a_plugins_call_comes_back_as_an_error() {
+    let (registry, _folder) = both_plugins();
+    let model = open(&registry, "well_behaved", "nothing").unwrap();
+    match model.logits(&Doubling, &counting()) {
+        Err(Error::PluginPanic { plugin, method: "Scope::linear", message }) => {
+            assert_eq!(plugin, "host");
+            assert!(message.contains("a fault of the host"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(forward(&*model, hidden()).is_ok());
 }
 
 #[test]

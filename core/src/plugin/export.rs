@@ -76,6 +76,12 @@ pub unsafe fn register(host: *const HostServices, registrar: *const Registrar) -
     };
     let done = guarded("plugin", "register", || {
         // SAFETY: the caller promises it.
+        let host_size = unsafe { host.as_ref() }.map(|host| host.size);
+        if registrar.size != size_of::<Registrar>() || host_size != Some(size_of::<HostServices>())
+        {
+            return Err(Error::usage("host and plugin disagree on the size of the entry tables"));
+        }
+        // SAFETY: as above.
         unsafe { adopt_host(host) };
         let mut families = linked_families().peekable();
         if families.peek().is_none() {

@@ -7,7 +7,7 @@
 //! | --- | --- |
 //! | `blockstreamer_abi` | the number of the [entry points' own shape](abi::ABI) |
 //! | `blockstreamer_fingerprint` | [toolchain, core, libtorch, locked versions](fingerprint) |
-//! | `blockstreamer_register` | hands the families over, each under a [guard] |
+//! | `blockstreamer_register` | hands the families over, each under a panic guard |
 //!
 //! The host asks in this order and goes on only if the answer equals its own. Behind equal
 //! fingerprints both sides agree on every layout, so that trait objects may cross. Libraries are never
@@ -23,5 +23,7 @@ pub mod abi;
 mod export;
 pub mod fingerprint;
 mod guard;
+mod host_guard;
 
 pub use export::{FamilyEntry, adopt_host, linked_families, register};
+pub use host_guard::guard_scopes;

@@ -6,7 +6,6 @@ use anyhow::{Result, bail};
 use blockstreamer_conformance::{Options, Report, check_family, check_golden};
 use blockstreamer_core::family::ModelFamily;
 use serde_json::json;
-use tch::Kind;
 
 use super::{print, print_json};
 use crate::cli::ConformanceArgs;

@@ -11,6 +11,8 @@ use blockstreamer_core::family::ModelFamily;
 use blockstreamer_core::plugin::{abi, fingerprint};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+use super::elf;
+
 /// What a library handed over.
 #[derive(Default)]
 pub(super) struct Loaded {
@@ -31,6 +33,12 @@ pub(super) fn load(path: &Path) -> Loaded {
 }
 
 fn open(path: &Path, loaded: &mut Loaded) -> Result<(), String> {
+    let missing_end = elf::missing_end(path).map_err(|error| format!("cannot be read: {error}"))?;
+    if let Some(needed_bytes) = missing_end {
+        return Err(format!(
+            "is cut off: its headers speak of {needed_bytes} bytes; build or download it again"
+        ));
+    }
     let libtorch_before = mapped_libtorch();
     // SAFETY: opening runs the library's initialisers. That cannot be made safe: the user chose the
     // folder, and beside the binary only files with our prefix are opened. RTLD_NOW makes a missing

@@ -1,6 +1,7 @@
 //! Model families: those linked into the host and those found as shared libraries.
 
 mod discover;
+mod elf;
 mod linked;
 mod load;
 mod registry;

@@ -142,6 +142,7 @@ impl Registry {
         }
         let sizes = family.sizes().map_err(|error| error.to_string())?;
         let path = path.map(Path::to_owned);
+        let family = plugin::guard_scopes(family);
         Ok(Found { name, path, model_types, sizes, family })
     }
 
@@ -206,5 +207,79 @@ impl Registry {
             known += &format!("; {refused} refused, see `blockstreamer families`");
         }
         known
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockstreamer_core::family::ChatFormat;
+    use blockstreamer_core::inventory;
+    use blockstreamer_core::plugin::FamilyEntry;
+
+    use super::*;
+
+    /// A family with this name.
+    struct Named(&'static str);
+
+    impl ModelFamily for Named {
+        fn name(&self) -> String {
+            self.0.to_owned()
+        }
+
+        fn model_types(&self) -> Vec<String> {
+            vec![format!("{}_type", self.0)]
+        }
+
+        fn sizes(&self) -> Result<Vec<FamilySize>> {
+            Ok(Vec::new())
+        }
+
+        fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
+            panic!("asked to open {config_json}")
+        }
+
+        fn chat_format(&self, _config_json: &str) -> Result<ChatFormat> {
+            Err(Error::NotSupported { operation: "chat_format", implementer: self.0.to_owned() })
+        }
+    }
+
+    fn refuse_to_be_made() -> Box<dyn ModelFamily> {
+        panic!("not today")
+    }
+
+    inventory::submit! { FamilyEntry { package: "good", make: || Box::new(Named("linked")) } }
+    inventory::submit! { FamilyEntry { package: "bad", make: refuse_to_be_made } }
+
+    #[test]
+    fn a_linked_family_is_found_and_guarded_like_a_loaded_one() {
+        let registry = Registry::linked();
+        let found = registry.family("linked").unwrap();
+        assert_eq!(found.path, None);
+        let error = registry.open_model(r#"{"model_type": "linked_type"}"#).unwrap_err();
+        assert!(matches!(&error, Error::PluginPanic { method: "open", .. }), "{error}");
+        let listing = crate::commands::families::to_json(&registry);
+        assert_eq!(listing["families"][0]["linked"], true);
+        assert!(crate::commands::families::to_table(&registry).contains("  linked\n"));
+
+        let own = std::env::current_exe().unwrap();
+        let refused: Vec<_> = registry.refused().iter().collect();
+        assert_eq!(refused.len(), 1, "{refused:?}");
+        assert_eq!(refused[0].path, own);
+        assert!(refused[0].reason.contains("'bad' panicked in register: not today"));
+    }
+
+    #[test]
+    fn names_that_cannot_be_typed_and_model_types_that_are_taken_are_refused() {
+        let mut registry = Registry::default();
+        for name in ["", "Upper", "a b", "x:y"] {
+            registry.take(Ok(Box::new(Named(name))), Some(Path::new("/p.so")));
+        }
+        assert_eq!((registry.families().len(), registry.refused().len()), (0, 4));
+        registry.take(Ok(Box::new(Named("glm-4"))), Some(Path::new("/p.so")));
+        registry.take(Ok(Box::new(Named("glm-4"))), Some(Path::new("/q.so")));
+        assert_eq!(registry.families().len(), 1);
+        let last = &registry.refused()[4];
+        assert_eq!(last.path, Path::new("/q.so"));
+        assert!(last.reason.contains("/p.so"), "{}", last.reason);
     }
 }

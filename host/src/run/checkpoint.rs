@@ -10,9 +10,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::Adapter;
-use blockstreamer_core::checkpoint::{
-    AtomicDirectory, read_safetensors, write_file, write_safetensors,
-};
+use blockstreamer_core::checkpoint::atomic::{AtomicDirectory, write_file};
+use blockstreamer_core::checkpoint::{read_safetensors, write_safetensors};
 use blockstreamer_core::optimizer::{Optimizer, OptimizerState};
 use serde::{Deserialize, Serialize};
 use tch::Device;
@@ -100,7 +99,7 @@ pub(super) fn save(
     let directory = AtomicDirectory::create(&target, STATE_FILE)?;
     adapter.export(&directory.path().join("adapter"), base_model)?;
     let OptimizerState { counters, tensors } = optimizer.state();
-    write_safetensors(&directory.path().join(OPTIMIZER_FILE), &tensors)?;
+    write_safetensors(&directory.path().join(OPTIMIZER_FILE), &tensors, &[])?;
     let state =
         SavedState { version: VERSION, completed_steps, optimizer: name.to_owned(), counters };
     write_file(&directory.path().join(STATE_FILE), &serde_json::to_vec_pretty(&state)?)?;

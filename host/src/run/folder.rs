@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use blockstreamer_core::checkpoint::write_file;
+use blockstreamer_core::checkpoint::atomic::write_file;
 
 use super::RunConfig;
 

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use blockstreamer_core::checkpoint::write_file;
+use blockstreamer_core::checkpoint::atomic::write_file;
 use serde::{Deserialize, Serialize};
 
 /// What one optimizer step did.

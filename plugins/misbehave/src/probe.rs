@@ -1,4 +1,5 @@
 //! A model of one block that reports how the process looks from inside the plugin, or panics.
+#![allow(clippy::panic, reason = "it is here to panic")]
 
 use std::fmt;
 
