@@ -233,7 +233,8 @@ fn fill_all(
         while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
             let target = &targets[piece.target];
             buffer.resize(piece.num_bytes, 0);
-            fill(target, &values[target.values], piece.start_bytes, &mut buffer);
+            let values = &values[target.values];
+            fill(target.dtype, target.seed, values, piece.start_bytes, &mut buffer);
             let (file, path) = &files[piece.file];
             let written = file.write_all_at(&buffer, piece.offset_bytes);
             written.map_err(Error::io("write", path)).inspect_err(|_| {
@@ -254,13 +255,13 @@ fn fill_all(
     })
 }
 
-/// Bytes `start_bytes..` of a tensor.
-fn fill(target: &Target<'_>, values: &[u8], start_bytes: usize, into: &mut [u8]) {
-    match target.dtype.size_bytes() {
-        1 => fill_elements::<1>(target.seed, values, start_bytes, into),
-        2 => fill_elements::<2>(target.seed, values, start_bytes, into),
-        4 => fill_elements::<4>(target.seed, values, start_bytes, into),
-        _ => fill_elements::<8>(target.seed, values, start_bytes, into),
+/// Bytes `start_bytes..` of the tensor with this seed.
+fn fill(dtype: Dtype, seed: u64, values: &[u8], start_bytes: usize, into: &mut [u8]) {
+    match dtype.size_bytes() {
+        1 => fill_elements::<1>(seed, values, start_bytes, into),
+        2 => fill_elements::<2>(seed, values, start_bytes, into),
+        4 => fill_elements::<4>(seed, values, start_bytes, into),
+        _ => fill_elements::<8>(seed, values, start_bytes, into),
     }
 }
 
@@ -285,4 +286,23 @@ fn split_mix(seed: u64, position: u64) -> u64 {
     let state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     state ^ (state >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensor_filled_in_parts_is_the_tensor_filled_at_once() {
+        for dtype in [Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::F64] {
+            let values = value_table(Role::Linear, dtype, 0.02).unwrap();
+            let mut whole = vec![0; 4096 + 24];
+            fill(dtype, 5, &values, 0, &mut whole);
+            let mut parts = vec![0; whole.len()];
+            for (part, into) in parts.chunks_mut(1024).enumerate() {
+                fill(dtype, 5, &values, part * 1024, into);
+            }
+            assert_eq!(whole, parts, "{dtype:?}");
+        }
+    }
 }

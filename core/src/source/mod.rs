@@ -35,7 +35,7 @@ pub trait BlockSource: Send + Sync + fmt::Debug {
     /// from storage (gaps cost none).
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) or [`Error::File`](crate::Error::File) naming the file; `into`
+    /// [`Error::Io`] or [`Error::File`] naming the file; `into`
     /// is then undefined. A later call may succeed.
     fn read(&self, block: BlockIndex, range: Range<usize>, into: &mut [u8]) -> Result<usize>;
 

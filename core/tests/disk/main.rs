@@ -2,6 +2,9 @@
 //!
 //! The files are made here byte by byte, not by the code under test.
 
+// The lint knows tests, but not their helpers.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
 mod atomic;
 mod checkpoint;
 mod layout;
