@@ -196,8 +196,11 @@ pub fn wave(shape: &[i64], seed: f64) -> Tensor {
     ((numbers * 1.7 + seed).sin() * 0.6).view(shape)
 }
 
+/// Name, placement and named tensors of a block.
+pub type Block = (&'static str, Placement, Vec<(&'static str, Tensor)>);
+
 /// The blocks of a toy model, residents last, for `RamSource::from_tensors`.
-pub fn blocks_of(model: &ToyModel) -> Vec<(&'static str, Placement, Vec<(&'static str, Tensor)>)> {
+pub fn blocks_of(model: &ToyModel) -> Vec<Block> {
     let streamed = model
         .parts
         .iter()

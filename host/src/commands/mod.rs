@@ -3,7 +3,7 @@
 mod conformance;
 mod doctor;
 mod eval;
-mod families;
+pub mod families;
 mod shard;
 mod synth;
 mod train;

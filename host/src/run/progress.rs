@@ -37,7 +37,7 @@ impl Progress {
         self.bar.set_message(message.clone());
         // Twenty lines a run are enough for a log file.
         let every = (self.total_steps / 20).max(1);
-        if self.bar.is_hidden() && (metrics.step % every == 0 || metrics.step == 1) {
+        if self.bar.is_hidden() && (metrics.step.is_multiple_of(every) || metrics.step == 1) {
             tracing::info!("step {}/{}  {message}", metrics.step, self.total_steps);
         }
     }

@@ -8,7 +8,7 @@ use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::execute::{Executor, Gradients, StepLoss, StepOptions};
 use blockstreamer_core::optimizer::{Optimizer, Parameter, Schedule, by_name, clip_gradient_norm};
 use blockstreamer_core::stream::StreamStats;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::checkpoint::{self, Checkpoint};
 use super::metrics::{MetricsFile, StepMetrics};
@@ -252,13 +252,5 @@ impl Run<'_> {
         self.metrics.append(&metrics)?;
         self.progress.step(&metrics);
         Ok(())
-    }
-}
-
-/// Names the device for people.
-pub fn device_name(device: Device) -> String {
-    match device {
-        Device::Cuda(index) => format!("cuda:{index}"),
-        _ => "cpu".into(),
     }
 }
