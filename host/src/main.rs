@@ -1,5 +1,6 @@
 //! The `blockstreamer` program.
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use blockstreamer_host::cli::Cli;
@@ -14,6 +15,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         .init();
     // clap ends the program with exit code 2 on wrong usage.

@@ -45,6 +45,15 @@ fn lines(value: &Value, depth: usize) -> String {
         match value {
             Value::Object(_) => format!("{indent}{key}\n{}", lines(value, depth + 1)),
             Value::String(text) => format!("{indent}{key}: {text}"),
+            Value::Array(items) => {
+                let items =
+                    items.iter().map(|item| item.as_str().map_or(item.to_string(), str::to_owned));
+                format!("{indent}{key}: {}", items.collect::<Vec<_>>().join(", "))
+            }
+            Value::Number(number) if key.ends_with("_bytes") => {
+                let size = Size { num_bytes: number.as_u64().unwrap_or_default() };
+                format!("{indent}{}: {size}", key.trim_end_matches("_bytes"))
+            }
             _ => format!("{indent}{key}: {value}"),
         }
     };
@@ -59,8 +68,8 @@ fn cuda() -> Value {
         (Ok(info), Ok(rate)) => json!({
             "available": true,
             "name": info.name,
-            "total": Size { num_bytes: info.total_bytes as u64 },
-            "free": Size { num_bytes: info.free_bytes as u64 },
+            "total_bytes": info.total_bytes,
+            "free_bytes": info.free_bytes,
             "host_to_device_gb_per_s": round(rate),
         }),
         (Err(error), _) => json!({ "available": false, "reason": error.to_string() }),
@@ -73,19 +82,22 @@ fn memory() -> Value {
     let field = |name: &str| {
         let line = meminfo.lines().find(|line| line.starts_with(name))?;
         let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-        Some(Size { num_bytes: kib << 10 })
+        Some(kib << 10)
     };
     let limit = |file: &str| {
         let text = std::fs::read_to_string(file).ok()?;
-        text.trim().parse::<u64>().ok().map(|num_bytes| Size { num_bytes })
+        text.trim().parse::<u64>().ok()
     };
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let memlock = limits.lines().find(|line| line.starts_with("Max locked memory"));
     json!({
-        "total": field("MemTotal:"),
-        "available": field("MemAvailable:"),
-        "cgroup_limit": limit("/sys/fs/cgroup/memory.max"),
-        "locked_memory_limit": memlock.and_then(|line| line.split_whitespace().nth(3)),
+        "total_bytes": field("MemTotal:"),
+        "available_bytes": field("MemAvailable:"),
+        "cgroup_limit_bytes": limit("/sys/fs/cgroup/memory.max"),
+        // "unlimited" is no number.
+        "locked_memory_limit_bytes": memlock
+            .and_then(|line| line.split_whitespace().nth(3))
+            .map(|limit| limit.parse::<u64>().map_or_else(|_| json!(limit), |bytes| json!(bytes))),
     })
 }
 

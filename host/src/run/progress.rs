@@ -28,7 +28,7 @@ impl Progress {
     pub(super) fn step(&self, metrics: &StepMetrics) {
         let seconds = metrics.seconds.max(1e-9);
         let message = format!(
-            "loss {:.4}  {:.0} tokens/s  {:.2} GB/s",
+            "loss {:.4}  {:.0} tokens/s  {:.3} GB/s",
             metrics.loss,
             metrics.tokens as f64 / seconds,
             metrics.h2d_bytes as f64 / seconds / 1e9

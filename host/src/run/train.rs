@@ -163,10 +163,14 @@ impl Run<'_> {
             }
             let done = step + 1;
             let every = self.config.checkpoint_every;
-            if done == steps.end || (every > 0 && done.is_multiple_of(every)) {
-                if let Some(last) = launched.take() {
-                    self.finish(last)?;
-                }
+            let save = done == steps.end || (every > 0 && done.is_multiple_of(every));
+            // The CPU has done a step when it is launched.
+            if (save || !self.executor.stream().device().is_cuda())
+                && let Some(last) = launched.take()
+            {
+                self.finish(last)?;
+            }
+            if save {
                 checkpoint::save(
                     &self.folder.checkpoints(),
                     done,
