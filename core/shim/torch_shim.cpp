@@ -84,6 +84,14 @@ int bs_dropout_mask(const Tensor* like, double keep, uint64_t seed, Tensor** res
   });
 }
 
+// A copy of a host tensor on an accelerator, through pinned memory, so that the host does not wait.
+int bs_upload(const Tensor* host, int device_type, int index, Tensor** result, const ErrorBuffer* error) {
+  return guarded(error, [&] {
+    at::Device device(static_cast<c10::DeviceType>(device_type), static_cast<c10::DeviceIndex>(index));
+    *result = new Tensor(host->pin_memory().to(device, /*non_blocking=*/true));
+  });
+}
+
 // Bytes that libtorch's caching allocator has handed out on a device: now, and at most since the last reset.
 int bs_memory_stats(int device_type, int index, int64_t* current_bytes, int64_t* peak_bytes,
                     const ErrorBuffer* error) {

@@ -10,4 +10,4 @@ pub use copy_engine::{CopyEngine, Event};
 pub use cuda::{CudaInfo, cuda_info, load_cuda};
 pub use host_buffer::HostBuffer;
 pub use link::host_to_device_gb_per_s;
-pub use torch_shim::{dropout, grad, memory_stats, reset_peak_memory, set_deterministic};
+pub use torch_shim::{dropout, grad, memory_stats, reset_peak_memory, set_deterministic, upload};

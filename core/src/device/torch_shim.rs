@@ -30,6 +30,13 @@ unsafe extern "C" {
         result: *mut *mut C_tensor,
         error: *const ErrorBuffer,
     ) -> c_int;
+    fn bs_upload(
+        host: *const C_tensor,
+        device_type: c_int,
+        index: c_int,
+        result: *mut *mut C_tensor,
+        error: *const ErrorBuffer,
+    ) -> c_int;
     fn bs_memory_stats(
         device_type: c_int,
         index: c_int,
@@ -125,6 +132,25 @@ pub fn dropout(x: &Tensor, probability: f64, seed: u64) -> Result<Tensor> {
     // SAFETY: the shim succeeded, so `mask` is a new handle that it gave away.
     let mask = unsafe { Tensor::from_ptr(mask) };
     Ok(x.f_mul(&mask)?)
+}
+
+/// A copy of a host tensor on `device`, queued on the compute stream; the host does not wait for what was
+/// queued before, as it would with a copy from pageable memory.
+///
+/// # Errors
+/// [`Error::Torch`] when libtorch refuses, [`Error::OutOfMemory`].
+pub fn upload(host: &Tensor, device: Device) -> Result<Tensor> {
+    if !device.is_cuda() || host.device() == device {
+        return Ok(host.f_to_device(device)?);
+    }
+    let (kind, index) = device_numbers(device)?;
+    let mut result = std::ptr::null_mut();
+    checked(|error| {
+        // SAFETY: `host` is live for the call and `result` receives one new handle.
+        unsafe { bs_upload(host.as_ptr(), kind, index, &raw mut result, error) }
+    })?;
+    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
+    Ok(unsafe { Tensor::from_ptr(result) })
 }
 
 /// Bytes in use and at most in use since [`reset_peak_memory`], of libtorch's allocator on `device`.

@@ -7,6 +7,7 @@ use super::{Executor, on_device};
 use crate::batch::Batch;
 use crate::block::BlockIndex;
 use crate::context::Context;
+use crate::device::upload;
 use crate::error::{Error, Result};
 use crate::numerics::padding_is_on_the_right;
 use crate::state::{HIDDEN, NamedTensors, State};
@@ -85,7 +86,7 @@ impl Executor {
             .map(padding_is_on_the_right)
             .transpose()?
             .unwrap_or(false);
-        let to_device = |tensor: &Tensor| tensor.f_to_device(self.options.device);
+        let to_device = |tensor: &Tensor| upload(tensor, self.options.device);
         let move_optional = |tensor: &Option<Tensor>| tensor.as_ref().map(to_device).transpose();
         let batch = Batch {
             input_ids: to_device(&batch.input_ids)?,

@@ -6,7 +6,7 @@ use super::Executor;
 use super::forward::Pass;
 use super::gradients::GradientSink;
 use crate::batch::{Batch, IGNORE_LABEL};
-use crate::device::grad;
+use crate::device::{grad, upload};
 use crate::error::{Error, Result};
 use crate::state::{NamedTensors, State};
 
@@ -48,7 +48,7 @@ impl Targets {
         let rows = flat.f_ne(IGNORE_LABEL)?.f_nonzero()?.f_reshape([-1])?;
         let ids = flat.f_index_select(0, &rows)?;
         let num_targets = rows.numel();
-        Ok(Self { rows: rows.f_to_device(device)?, ids: ids.f_to_device(device)?, num_targets })
+        Ok(Self { rows: upload(&rows, device)?, ids: upload(&ids, device)?, num_targets })
     }
 
     pub(super) fn len(&self) -> usize {

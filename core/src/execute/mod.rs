@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::family::Model;
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
-use crate::stream::{BlockStream, StreamStats, load_block};
+use crate::stream::{BlockStream, Readback, StreamStats, load_block};
 use loss::Targets;
 
 /// The resident blocks on the device.
@@ -69,11 +69,10 @@ pub struct StepOptions {
     pub another_follows: bool,
 }
 
-/// Loss of a step, still on the device.
+/// Loss of a step, on its way to the host.
 #[derive(Debug)]
 pub struct StepLoss {
-    /// Mean negative log-likelihood per target, a scalar, fp32.
-    pub mean: Tensor,
+    mean: Readback,
     /// Targets it is the mean of.
     pub num_targets: usize,
     /// Tokens that went through the model, padding left out.
@@ -196,7 +195,8 @@ impl Executor {
         self.run_backward(pass, grads, options.step, sink)?;
         self.num_scheduled_steps.set(self.num_scheduled_steps.get() - 1);
         let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
-        Ok(StepLoss { mean: sum(losses)?, num_targets, num_tokens })
+        let mean = self.stream.read_back(&sum(losses)?)?;
+        Ok(StepLoss { mean, num_targets, num_tokens })
     }
 
     /// Mean loss over the targets of some batches, without gradients or dropout.
@@ -223,7 +223,8 @@ impl Executor {
             .map(|(micro_batch, targets)| self.loss(&pass, micro_batch, targets, num_targets))
             .collect::<Result<Vec<_>>>()?;
         let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
-        Ok(StepLoss { mean: sum(losses)?, num_targets, num_tokens })
+        let mean = self.stream.read_back(&sum(losses)?)?;
+        Ok(StepLoss { mean, num_targets, num_tokens })
     }
 
     /// All logits of one batch, `[batch, sequence, vocab_size]` in the compute dtype, without dropout.
@@ -245,13 +246,13 @@ impl Executor {
         self.recover(run())
     }
 
-    /// The value of a loss. Waits for the device.
+    /// Mean negative log-likelihood per target of a step, once it has arrived. Does not wait for steps
+    /// launched after it.
     ///
     /// # Errors
-    /// [`Error::Torch`] when an earlier kernel failed.
+    /// As [`BlockStream::value`].
     pub fn loss_value(&self, loss: &StepLoss) -> Result<f64> {
-        self.stream.count_d2h(loss.mean.kind().elt_size_in_bytes())?;
-        Ok(loss.mean.f_double_value(&[])?)
+        self.stream.value(&loss.mean)
     }
 
     /// The model.

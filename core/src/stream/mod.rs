@@ -10,6 +10,7 @@
 //! slot, so neither side waits for the other unless it has to.
 
 mod lease;
+mod readback;
 mod resident;
 mod schedule;
 mod stats;
@@ -24,6 +25,7 @@ use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 pub use lease::Lease;
+pub use readback::Readback;
 pub use resident::load_block;
 pub use stats::{Change, ResidencyObserver, StreamStats, Transition};
 
@@ -36,6 +38,9 @@ use schedule::{Fetch, Schedule};
 use stats::Residency;
 use transfer::{Copy, Destination, Transfer};
 use worker::{Content, Job, Worker};
+
+/// Waits of the compute stream that may be unaccounted before they are timed.
+const MAX_OPEN_WAITS: usize = 256;
 
 /// How an engine is set up.
 #[derive(Debug, Clone)]
@@ -209,6 +214,9 @@ impl BlockStream {
         let Some((block, slot)) = inner.schedule.lease() else {
             return Err(Error::usage("no visit is scheduled; call schedule first"));
         };
+        if inner.waits.len() >= MAX_OPEN_WAITS {
+            self.settle(&mut inner)?;
+        }
         match self.make_usable(&mut inner, block, slot) {
             Ok(tensors) => Ok(Lease { stream: self, block, slot, tensors }),
             Err(error) => {
@@ -244,15 +252,6 @@ impl BlockStream {
         inner.worker = None;
         inner.slots.clear();
         inner.schedule = Schedule::new(0);
-        Ok(())
-    }
-
-    /// Adds bytes that someone else copied from device to host to the totals.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] when called from inside an observer.
-    pub fn count_d2h(&self, num_bytes: usize) -> Result<()> {
-        self.borrow()?.stats.d2h_bytes += num_bytes as u64;
         Ok(())
     }
 

@@ -21,6 +21,8 @@ pub struct StreamStats {
     /// Time that the calling thread waited until a block's copy was started (the read was the limit), or,
     /// on the CPU, until the block was there.
     pub host_wait_ms: f64,
+    /// Time that the calling thread waited for values to come back from the device.
+    pub device_wait_ms: f64,
     /// Time that the reader waited for the device to empty its staging memory (the link was the limit).
     pub staging_wait_ms: f64,
     /// Bytes that sources read from storage.

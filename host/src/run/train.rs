@@ -7,8 +7,7 @@ use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::execute::{Executor, Gradients, StepLoss, StepOptions};
 use blockstreamer_core::optimizer::{Optimizer, Parameter, Schedule, by_name, clip_gradient_norm};
-use blockstreamer_core::stream::StreamStats;
-use tch::Tensor;
+use blockstreamer_core::stream::{Readback, StreamStats};
 
 use super::checkpoint::{self, Checkpoint};
 use super::metrics::{MetricsFile, StepMetrics};
@@ -37,7 +36,7 @@ pub struct RunSummary {
 struct Launched {
     step: u64,
     loss: StepLoss,
-    grad_norm: Option<Tensor>,
+    grad_norm: Option<Readback>,
     learning_rate: f64,
     read_bytes: u64,
     h2d_bytes: u64,
@@ -206,8 +205,13 @@ impl Run<'_> {
             .map(|(trainable, gradient)| (trainable, gradient.shallow_clone()))
             .unzip();
         let max_norm = self.config.optimizer.max_grad_norm;
-        let grad_norm =
-            if max_norm > 0.0 { Some(clip_gradient_norm(&gradients, max_norm)?) } else { None };
+        let grad_norm = match max_norm > 0.0 {
+            true => {
+                let norm = clip_gradient_norm(&gradients, max_norm)?;
+                Some(self.executor.stream().read_back(&norm)?)
+            }
+            false => None,
+        };
         let parameters: Vec<Parameter<'_>> = named
             .iter()
             .zip(&gradients)
@@ -239,7 +243,8 @@ impl Run<'_> {
                 self.folder.checkpoints().display()
             );
         }
-        let grad_norm = launched.grad_norm.map(|norm| norm.f_double_value(&[])).transpose()?;
+        let stream = self.executor.stream();
+        let grad_norm = launched.grad_norm.map(|norm| stream.value(&norm)).transpose()?;
         let metrics = StepMetrics {
             step,
             loss,
