@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -41,15 +42,15 @@ int guarded(const ErrorBuffer* error, F&& work) {
 }
 
 at::Generator seeded_generator(const at::Device& device, uint64_t seed) {
-  at::Generator generator =
-      device.is_cpu()
-          ? at::detail::createCPUGenerator(seed)
-          : at::globalContext().getAcceleratorHooksInterface(device.type()).getNewGenerator(device.index());
+  if (device.is_cpu()) return at::detail::createCPUGenerator(seed);
+  auto& hooks = at::globalContext().getAcceleratorHooksInterface(device.type());
+  at::Generator generator = hooks.getNewGenerator(device.index());
   generator.set_current_seed(seed);
   return generator;
 }
 
 c10::DeviceAllocator* device_allocator(int device_type) {
+  at::globalContext().lazyInitDevice(static_cast<c10::DeviceType>(device_type));
   return dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(static_cast<c10::DeviceType>(device_type)));
 }
 
@@ -114,6 +115,12 @@ int bs_reset_peak_memory(int device_type, int index, const ErrorBuffer* error) {
 
 // Kernels with one fixed order of additions, where libtorch has them.
 int bs_set_deterministic(int on, const ErrorBuffer* error) {
-  return guarded(error, [&] { at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/true); });
+  return guarded(error, [&] {
+    // cuBLAS reads it when its first handle is made. What the user has set stays.
+    if (on != 0) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/true);
+    // Filling every new tensor would cost a pass over memory and changes nothing that is used.
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  });
 }
 }

@@ -159,8 +159,10 @@ pub fn remove_partials(target: &Path) -> Result<()> {
     for entry in fs::read_dir(parent).map_err(Error::io("list", parent))? {
         let path = entry.map_err(Error::io("list", parent))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(&prefix) && name.ends_with(PARTIAL_SUFFIX) && path.is_file() {
-            fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+        if name.starts_with(&prefix) && name.ends_with(PARTIAL_SUFFIX) {
+            let removed =
+                if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+            removed.map_err(Error::io("remove", &path))?;
         }
     }
     Ok(())

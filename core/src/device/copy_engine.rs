@@ -6,7 +6,7 @@ use std::time::Instant;
 use tch::Device;
 
 use super::HostBuffer;
-use super::cuda::{CudaCopyEngine, CudaTimestamp};
+use super::cuda::{CudaCopyEngine, CudaTimestamp, load_cuda};
 use crate::error::{Error, Result};
 
 /// A point in the work of a device. On the CPU, where work is done when the call returns, a time.
@@ -85,7 +85,14 @@ impl dyn CopyEngine {
     /// [`Error::NoCuda`] without a usable CUDA device, [`Error::NotSupported`] for other devices.
     pub fn for_device(device: Device) -> Result<Box<dyn CopyEngine>> {
         match device {
-            Device::Cpu => Ok(Box::new(HostCopyEngine)),
+            Device::Cpu => {
+                // libtorch sets its autograd threads up at the first backward, for the devices it sees
+                // then: CUDA must be there before, if a later engine is to use it.
+                if let Err(reason) = load_cuda() {
+                    tracing::debug!(%reason, "no CUDA");
+                }
+                Ok(Box::new(HostCopyEngine))
+            }
             Device::Cuda(index) => Ok(Box::new(CudaCopyEngine::new(index)?)),
             other => Err(Error::NotSupported {
                 operation: "streaming",

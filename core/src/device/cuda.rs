@@ -101,28 +101,47 @@ pub fn cuda_info(index: usize) -> Result<CudaInfo> {
     })
 }
 
-/// Page-locks host memory for every context.
-pub(super) fn register(bytes: &mut [u8], device: Device) -> Result<()> {
-    let Device::Cuda(index) = device else { return Ok(()) };
-    context(index)?.bind_to_thread().map_err(failed("bind the device"))?;
-    // SAFETY: the range is a live mapping; the caller unregisters it before unmapping.
-    unsafe {
-        sys::cuMemHostRegister_v2(
-            bytes.as_mut_ptr().cast(),
-            bytes.len(),
-            sys::CU_MEMHOSTREGISTER_PORTABLE,
-        )
-    }
-    .result()
-    .map_err(failed("page-lock host memory"))
+/// A page-locked range. It holds the device's context, without which it could not be released.
+#[derive(Debug)]
+pub(super) struct PageLock {
+    context: Arc<CudaContext>,
+    address: usize,
 }
 
-/// Undoes [`register`].
-pub(super) fn unregister(bytes: &mut [u8]) {
-    // SAFETY: only called on ranges that `register` accepted and that are still mapped.
-    let outcome = unsafe { sys::cuMemHostUnregister(bytes.as_mut_ptr().cast()) }.result();
-    if let Err(error) = outcome {
-        tracing::warn!(%error, "page-locked memory could not be released");
+impl PageLock {
+    /// Page-locks `bytes` for every context; `None` where no CUDA device needs it.
+    /// The range must outlive the lock.
+    pub(super) fn new(bytes: &mut [u8], device: Device) -> Result<Option<Self>> {
+        let Device::Cuda(index) = device else { return Ok(None) };
+        let context = context(index)?;
+        context.bind_to_thread().map_err(failed("bind the device"))?;
+        let address = bytes.as_mut_ptr();
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the range is a live mapping, and its owner drops the lock before unmapping it.
+        let locked =
+            unsafe { sys::cuMemHostRegister_v2(address.cast(), bytes.len(), flags) }.result();
+        match locked {
+            Ok(()) => Ok(Some(Self { context, address: address as usize })),
+            Err(error) => Err(Error::Cuda {
+                action: "page-lock host memory",
+                message: format!(
+                    "{error} for {} bytes; see `ulimit -l` and the free memory, or use less (tier = \"disk\", smaller chunks)",
+                    bytes.len()
+                ),
+            }),
+        }
+    }
+}
+
+impl Drop for PageLock {
+    fn drop(&mut self) {
+        let bound = self.context.bind_to_thread();
+        // SAFETY: `new` locked this range, and its owner has not unmapped it yet.
+        let released = bound
+            .and_then(|()| unsafe { sys::cuMemHostUnregister(self.address as *mut _) }.result());
+        if let Err(error) = released {
+            tracing::warn!(%error, "page-locked memory could not be released");
+        }
     }
 }
 
@@ -146,8 +165,9 @@ impl CudaCopyEngine {
     }
 
     fn mark(&self, stream: &CudaStream) -> Result<CudaEvent> {
+        // Whoever waits for the event sleeps: the reader must not take a core from the host.
         stream
-            .record_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
+            .record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC))
             .map_err(failed("record an event"))
     }
 }

@@ -2,16 +2,18 @@
 
 use std::fmt;
 
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::MmapMut;
 use tch::Device;
 
-use super::cuda;
+use super::cuda::PageLock;
 use crate::error::{Error, Result};
 
 /// Page-aligned, zero-initialised host memory of an exact size; page-locked when a CUDA device needs it.
 ///
 /// Anonymous pages are used rather than an allocator's pinned pool: pools round up to powers of two.
 pub struct HostBuffer {
+    // Before the map: fields are dropped in order, and the lock must go first.
+    lock: Option<PageLock>,
     // None for an empty buffer: the system maps no empty range.
     map: Option<MmapMut>,
     pinned: bool,
@@ -33,19 +35,14 @@ impl HostBuffer {
     /// [`Error::Io`] when the system has no memory left, [`Error::Cuda`] when it may not be page-locked.
     pub fn for_device(num_bytes: usize, device: Device) -> Result<Self> {
         if num_bytes == 0 {
-            return Ok(Self { map: None, pinned: device.is_cuda() });
+            return Ok(Self { lock: None, map: None, pinned: device.is_cuda() });
         }
-        let mut options = MmapOptions::new();
-        options.len(num_bytes);
-        if device.is_cuda() {
-            options.populate();
-        }
-        let mut map =
-            options.map_anon().map_err(Error::io("reserve host memory for", "a buffer"))?;
+        let mut map = MmapMut::map_anon(num_bytes)
+            .map_err(Error::io("reserve host memory for", "a buffer"))?;
         // Large pages register faster and cost the copy engine fewer look-ups; a refusal costs nothing.
         let _ = map.advise(memmap2::Advice::HugePage);
-        cuda::register(&mut map, device)?;
-        Ok(Self { map: Some(map), pinned: device.is_cuda() })
+        let lock = PageLock::new(&mut map, device)?;
+        Ok(Self { lock, map: Some(map), pinned: device.is_cuda() })
     }
 
     /// Its bytes.
@@ -64,20 +61,13 @@ impl HostBuffer {
     }
 }
 
-impl Drop for HostBuffer {
-    fn drop(&mut self) {
-        if let (true, Some(map)) = (self.pinned, self.map.as_deref_mut()) {
-            cuda::unregister(map);
-        }
-    }
-}
-
 impl fmt::Debug for HostBuffer {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("HostBuffer")
             .field("num_bytes", &self.bytes().len())
             .field("pinned", &self.pinned)
+            .field("lock", &self.lock)
             .finish()
     }
 }

@@ -1,6 +1,6 @@
 //! Forward: every block once, without a graph.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::options::dropout_seed;
 use super::{Executor, on_device};
@@ -11,6 +11,7 @@ use crate::device::upload;
 use crate::error::{Error, Result};
 use crate::numerics::padding_is_on_the_right;
 use crate::state::{HIDDEN, NamedTensors, State};
+use crate::stream::Lease;
 
 /// What one micro-batch brings into the first block.
 #[derive(Debug)]
@@ -69,17 +70,48 @@ impl Executor {
         self.run_forward(inputs, false, 0, on_block)
     }
 
-    fn idle(&self) -> Result<()> {
+    pub(super) fn idle(&self) -> Result<()> {
         match self.stream.num_upcoming()? {
             0 => Ok(()),
             _ => Err(Error::usage(
-                "a training step was announced to follow; run it, or announce none",
+                "visits of an earlier pass are still to come: run the training step that was announced to \
+                 follow, or the backward of the forward pass",
             )),
         }
     }
 
+    /// The visit of `block`, which must be the next one.
+    pub(super) fn lease(&self, block: BlockIndex) -> Result<Lease<'_>> {
+        let lease = self.stream.lease()?;
+        match lease.block() == block {
+            true => Ok(lease),
+            false => Err(Error::usage(format!(
+                "the next visit is of block {}, not of block {block}: someone else scheduled visits",
+                lease.block()
+            ))),
+        }
+    }
+
+    /// Refuses ids outside the vocabulary, which would end a CUDA process. Only the host's are looked at:
+    /// reading others back would make it wait.
+    fn check_ids(&self, ids: &Tensor) -> Result<()> {
+        if ids.device() != Device::Cpu || ids.numel() == 0 {
+            return Ok(());
+        }
+        let vocab_size = self.model.dimensions().vocab_size as i64;
+        let (least, most) = (ids.f_min()?.f_int64_value(&[])?, ids.f_max()?.f_int64_value(&[])?);
+        if least >= 0 && most < vocab_size {
+            return Ok(());
+        }
+        let wrong = if least < 0 { least } else { most };
+        Err(Error::usage(format!(
+            "token id {wrong} is outside the model's vocabulary of {vocab_size}; the tokenizer belongs to another model"
+        )))
+    }
+
     pub(super) fn embed(&self, batch: &Batch) -> Result<PassInput> {
         let _no_graph = tch::no_grad_guard();
+        self.check_ids(&batch.input_ids)?;
         let right_padded = batch
             .attention_mask
             .as_ref()
@@ -136,8 +168,7 @@ impl Executor {
             if lowest.is_some_and(|lowest| block >= lowest) {
                 saved.push(states.clone());
             }
-            let lease = self.stream.lease()?;
-            debug_assert_eq!(lease.block(), block);
+            let lease = self.lease(block)?;
             for (micro_batch, input) in inputs.iter().enumerate() {
                 let seed = train.then(|| self.visit_seed(step, block, micro_batch));
                 let scope = self.scope(Some(block), lease.tensors(), seed);

@@ -44,6 +44,14 @@ impl Targets {
             0 => labels.shallow_clone(),
             _ => Tensor::f_cat(&[&labels.f_narrow(1, 1, sequence - 1)?, &last], 1)?,
         };
+        let shifted = match &batch.segments {
+            // The last token of a packed sample does not predict the first of the next.
+            Some(segments) if sequence > 0 => {
+                let next = Tensor::f_cat(&[&segments.f_narrow(1, 1, sequence - 1)?, &last], 1)?;
+                shifted.f_masked_fill(&segments.f_ne_tensor(&next)?, IGNORE_LABEL)?
+            }
+            _ => shifted,
+        };
         let flat = shifted.f_reshape([-1])?;
         let rows = flat.f_ne(IGNORE_LABEL)?.f_nonzero()?.f_reshape([-1])?;
         let ids = flat.f_index_select(0, &rows)?;
@@ -154,8 +162,15 @@ impl Executor {
             return Ok((total, NamedTensors::new()));
         }
         let grad_rows = Tensor::f_cat(&grad_rows, 0)?;
-        let inputs: Vec<&Tensor> = leaves.iter().map(|(_, leaf)| leaf).collect();
-        let gradients = grad(&[&rows], &[&grad_rows], &inputs)?;
+        let mut inputs: Vec<&Tensor> = leaves.iter().map(|(_, leaf)| leaf).collect();
+        inputs.extend(head_trainables.iter().map(|(_, tensor)| *tensor));
+        let mut gradients = grad(&[&rows], &[&grad_rows], &inputs)?;
+        for ((index, _), gradient) in head_trainables.iter().zip(gradients.split_off(leaves.len()))
+        {
+            if let Some(gradient) = gradient {
+                sink.accept(*index, gradient)?;
+            }
+        }
         let named = leaves.iter().zip(gradients);
         Ok((
             total,

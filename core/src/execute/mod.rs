@@ -312,6 +312,9 @@ impl Executor {
     }
 
     fn schedule_training(&self, another_follows: bool) -> Result<()> {
+        if self.num_scheduled_steps.get() == 0 {
+            self.idle()?;
+        }
         let wanted = 1 + usize::from(another_follows);
         while self.num_scheduled_steps.get() < wanted {
             self.stream.schedule(self.training_visits())?;

@@ -39,6 +39,10 @@ impl ModelFamily for HostFamily {
         Ok(Box::new(HostModel(self.0.open(config_json)?)))
     }
 
+    fn with_layers(&self, config_json: &str, num_hidden_layers: usize) -> Result<String> {
+        self.0.with_layers(config_json, num_hidden_layers)
+    }
+
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         self.0.chat_format(config_json)
     }

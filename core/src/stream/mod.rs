@@ -39,8 +39,8 @@ use stats::Residency;
 use transfer::{Copy, Destination, Transfer};
 use worker::{Content, Job, Worker};
 
-/// Waits of the compute stream that may be unaccounted before they are timed.
-const MAX_OPEN_WAITS: usize = 256;
+/// Visits after which open events are timed although nobody asks for the totals: they would pile up.
+const VISITS_PER_SETTLING: usize = 64;
 
 /// How an engine is set up.
 #[derive(Debug, Clone)]
@@ -79,9 +79,12 @@ struct Inner {
     stats: StreamStats,
     /// Pairs of events around each wait of the compute stream, until they can be timed.
     waits: Vec<Copy>,
-    /// Copies made while loading residents, until they can be timed.
+    /// Copies to slots, until they can be timed.
     copies: Vec<Arc<Copy>>,
     resident_bytes: u64,
+    visits_since_settling: usize,
+    /// What kept the engine from fetching ahead after the last visit.
+    failed: Option<Error>,
     worker: Option<Worker>,
 }
 
@@ -148,6 +151,8 @@ impl BlockStream {
             waits: Vec::new(),
             copies: Vec::new(),
             resident_bytes: 0,
+            visits_since_settling: 0,
+            failed: None,
             worker: Some(Worker::spawn(transfer, num_slots)?),
         };
         Ok(Self { source, engine, slot_bytes, inner: RefCell::new(inner) })
@@ -214,7 +219,11 @@ impl BlockStream {
         let Some((block, slot)) = inner.schedule.lease() else {
             return Err(Error::usage("no visit is scheduled; call schedule first"));
         };
-        if inner.waits.len() >= MAX_OPEN_WAITS {
+        if let Some(error) = inner.failed.take() {
+            return Err(error);
+        }
+        inner.visits_since_settling += 1;
+        if inner.visits_since_settling >= VISITS_PER_SETTLING {
             self.settle(&mut inner)?;
         }
         match self.make_usable(&mut inner, block, slot) {
@@ -249,10 +258,13 @@ impl BlockStream {
         }
         self.abandon_inner(&mut inner);
         self.drain(&mut inner);
+        let settled = self.settle(&mut inner);
         inner.worker = None;
         inner.slots.clear();
         inner.schedule = Schedule::new(0);
-        Ok(())
+        inner.resident_bytes = 0;
+        inner.stats.resident_blocks = 0;
+        settled
     }
 
     /// Totals since the last reset. Does not wait for the device: what has not happened is not in it.
@@ -322,17 +334,18 @@ impl BlockStream {
 
     fn submit(&self, inner: &mut Inner, block: BlockIndex, slot: usize) -> Result<()> {
         while inner.slots.len() <= slot {
-            let memory = Tensor::f_empty([self.slot_bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| match Error::from(error) {
-                    Error::OutOfMemory { message, .. } => Error::OutOfMemory {
-                        action: format!(
-                            "reserving slot {slot} of {} bytes; lower prefetch_ahead",
-                            self.slot_bytes
-                        ),
-                        message,
-                    },
-                    other => other,
-                })?;
+            let memory =
+                Tensor::f_empty([self.slot_bytes.max(1) as i64], (Kind::Uint8, self.device()))
+                    .map_err(|error| match Error::from(error) {
+                        Error::OutOfMemory { message, .. } => Error::OutOfMemory {
+                            action: format!(
+                                "reserving slot {slot} of {} bytes; lower prefetch_ahead",
+                                self.slot_bytes
+                            ),
+                            message,
+                        },
+                        other => other,
+                    })?;
             inner.slots.push(Slot { memory, free: None, ordered: false });
         }
         let target = &mut inner.slots[slot];
@@ -398,13 +411,14 @@ impl BlockStream {
         if inner.worker.is_some()
             && let Err(error) = self.fetch(&mut inner)
         {
-            // The visits to come are forgotten; the next lease says that nothing is scheduled.
-            tracing::error!(%error, "fetching ahead failed");
+            // The visits to come are forgotten; the next lease says why.
+            inner.failed = Some(error);
         }
     }
 
     fn abandon_inner(&self, inner: &mut Inner) {
         inner.schedule.clear();
+        inner.failed = None;
         let Some(worker) = &inner.worker else { return };
         let shared = Arc::clone(&worker.shared);
         let mut progress = shared.wait_until(|progress| progress.num_open_jobs == 0);
@@ -441,6 +455,7 @@ impl BlockStream {
 
     /// Takes over what the transfer thread counted and times what has happened meanwhile.
     fn settle(&self, inner: &mut Inner) -> Result<()> {
+        inner.visits_since_settling = 0;
         if let Some(worker) = &inner.worker {
             let mut progress = worker.shared.lock();
             let moved = std::mem::take(&mut progress.totals);

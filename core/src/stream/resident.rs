@@ -35,7 +35,7 @@ pub fn load_block(
         .blocks()
         .get(block.0)
         .ok_or_else(|| Error::usage(format!("{} has no block {block}", source.describe())))?;
-    let image = Tensor::f_empty([spec.image_bytes as i64], (Kind::Uint8, engine.device()))
+    let image = Tensor::f_empty([spec.image_bytes.max(1) as i64], (Kind::Uint8, engine.device()))
         .map_err(|error| Error::from(error).in_block(&spec.name))?;
     let destination =
         Destination { address: image.data_ptr() as usize, num_bytes: spec.image_bytes };

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 
 use crate::block::BlockIndex;
 
-/// Transitions remembered for [`StreamStats`].
+/// Transitions that are remembered.
 pub(super) const HISTORY_LENGTH: usize = 4096;
 
 /// Totals since the last reset. Times are kept apart because they overlap: adding them means nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StreamStats {
-    /// Bytes copied from host to device, residents included.
+    /// Bytes of streamed blocks copied from host to device.
     pub h2d_bytes: u64,
     /// Time that the copy stream was busy with them.
     pub h2d_ms: f64,
@@ -25,7 +25,7 @@ pub struct StreamStats {
     pub device_wait_ms: f64,
     /// Time that the reader waited for the device to empty its staging memory (the link was the limit).
     pub staging_wait_ms: f64,
-    /// Bytes that sources read from storage.
+    /// Bytes that the source read from storage for streamed blocks.
     pub read_bytes: u64,
     /// Time spent in those reads.
     pub read_ms: f64,

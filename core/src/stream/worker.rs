@@ -91,7 +91,11 @@ impl Worker {
             progress.num_open_jobs += 1;
         }
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
-        if sent { Ok(()) } else { Err(Error::usage("the engine is closed")) }
+        if sent {
+            return Ok(());
+        }
+        self.shared.lock().num_open_jobs -= 1;
+        Err(Error::usage("the transfer thread has ended; open a new engine"))
     }
 }
 
