@@ -156,7 +156,9 @@ impl OpenModel {
     /// When the folder is no complete model, or no family found takes it.
     pub fn open(registry: &Registry, directory: &Path) -> Result<Self> {
         let checkpoint = Checkpoint::open(directory)?;
-        let model = registry.open_model(&checkpoint.config_json)?;
+        let model = registry
+            .open_model(&checkpoint.config_json)
+            .with_context(|| format!("cannot open the model in {}", directory.display()))?;
         let layout = Layout::of(&checkpoint, &*model)?;
         Ok(Self { directory: directory.to_owned(), checkpoint, model, layout })
     }

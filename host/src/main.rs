@@ -8,6 +8,14 @@ use blockstreamer_host::commands;
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
+/// The error with its causes, each said once: some errors quote their cause themselves.
+fn explain(error: &anyhow::Error) -> String {
+    error.chain().skip(1).fold(error.to_string(), |text, cause| {
+        let cause = cause.to_string();
+        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
+    })
+}
+
 fn main() -> ExitCode {
     // Logs go to stderr: stdout belongs to results, and with --json to one document.
     let filter =
@@ -23,7 +31,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            tracing::error!("{error:#}");
+            tracing::error!("{}", explain(&error));
             ExitCode::FAILURE
         }
     }

@@ -155,11 +155,22 @@ fn partial_prefix(target: &Path) -> String {
 /// # Errors
 /// [`Error::Io`].
 pub fn remove_partials(target: &Path) -> Result<()> {
-    let (prefix, parent) = (partial_prefix(target), parent(target));
-    for entry in fs::read_dir(parent).map_err(Error::io("list", parent))? {
-        let path = entry.map_err(Error::io("list", parent))?.path();
+    remove_partials_with(&partial_prefix(target), parent(target))
+}
+
+/// Removes what killed processes left of anything in `folder`. Nobody else may be writing there.
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn remove_all_partials(folder: &Path) -> Result<()> {
+    remove_partials_with(".", folder)
+}
+
+fn remove_partials_with(prefix: &str, folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(&prefix) && name.ends_with(PARTIAL_SUFFIX) {
+        if name.starts_with(prefix) && name.ends_with(PARTIAL_SUFFIX) {
             let removed =
                 if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
             removed.map_err(Error::io("remove", &path))?;

@@ -63,7 +63,7 @@ fn files_are_aligned_and_dealt_over_the_folders() {
     for block in 0..3 {
         assert_eq!(read_all(&shards, block).unwrap(), read_all(&*source, block).unwrap());
     }
-    assert!(verify_shards(first.path(), &mut |_| {}).unwrap().is_empty());
+    assert!(verify_shards(first.path(), None, &mut |_| {}).unwrap().is_empty());
 }
 
 #[test]
@@ -98,11 +98,11 @@ fn one_flipped_bit_is_found_on_read_and_by_verification_and_repaired_alone() {
     assert_eq!(read(&shards, 0, 0..CHUNK_BYTES), read(&*source, 0, 0..CHUNK_BYTES));
     read_all(&shards, 1).unwrap();
     read_all(&shards.with_verify(false), 0).unwrap();
-    let damaged = verify_shards(directory.path(), &mut |_| {}).unwrap();
+    let damaged = verify_shards(directory.path(), None, &mut |_| {}).unwrap();
     assert_eq!(damaged.iter().map(|damage| &*damage.block).collect::<Vec<_>>(), ["layers.0"]);
 
     assert_eq!(counts(write(&*source, "id", &[directory.path()]).unwrap()), (1, 2));
-    assert!(verify_shards(directory.path(), &mut |_| {}).unwrap().is_empty());
+    assert!(verify_shards(directory.path(), None, &mut |_| {}).unwrap().is_empty());
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn a_missing_or_short_file_is_refused_at_once() {
     );
     std::fs::remove_file(&file).unwrap();
     assert_says(ShardSource::open(directory.path(), None), &["block-00001.bin", "No such file"]);
-    let damaged = verify_shards(directory.path(), &mut |_| {}).unwrap();
+    let damaged = verify_shards(directory.path(), None, &mut |_| {}).unwrap();
     assert_eq!(damaged.len(), 1);
 }
 
@@ -191,7 +191,7 @@ fn a_finished_block_that_was_damaged_since_is_not_kept() {
     write(&failing, "id", &[directory.path()]).unwrap_err();
     damage(&directory.path().join("block-00000.bin"), 5);
     assert_eq!(counts(write(&failing, "id", &[directory.path()]).unwrap()), (3, 0));
-    assert!(verify_shards(directory.path(), &mut |_| {}).unwrap().is_empty());
+    assert!(verify_shards(directory.path(), None, &mut |_| {}).unwrap().is_empty());
 }
 
 #[test]

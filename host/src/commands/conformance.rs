@@ -18,7 +18,8 @@ pub(super) fn run(registry: &Registry, args: &ConformanceArgs) -> Result<bool> {
     let path = Path::new(&args.family);
     // A path means that very file, whatever else was found.
     let mut loaded = Registry::default();
-    let families: Vec<&dyn ModelFamily> = if path.is_file() {
+    let looks_like_path = args.family.contains('/') || path.extension().is_some();
+    let families: Vec<&dyn ModelFamily> = if looks_like_path || path.is_file() {
         loaded.load(path);
         if let Some(refused) = loaded.refused().first() {
             bail!("plugin {}: {}", refused.path.display(), refused.reason);

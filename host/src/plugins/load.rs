@@ -43,8 +43,11 @@ fn open(path: &Path, loaded: &mut Loaded) -> Result<(), String> {
     // SAFETY: opening runs the library's initialisers. That cannot be made safe: the user chose the
     // folder, and beside the binary only files with our prefix are opened. RTLD_NOW makes a missing
     // symbol fail here rather than in the middle of a step.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
-        .map_err(|error| format!("cannot be loaded as a shared library: {error}"))?;
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
+        // libloading says only which call failed; the loader's own words are its source.
+        let reason = std::error::Error::source(&error).map(ToString::to_string);
+        format!("cannot be loaded as a shared library: {}", reason.unwrap_or(error.to_string()))
+    })?;
     let functions = functions(&library);
     std::mem::forget(library);
     let (abi, fingerprint, register) = functions?;

@@ -276,6 +276,8 @@ impl RunConfig {
             for key in ["model", "data", "out"] {
                 relative(table.get_mut(key));
             }
+            let stream = table.get_mut("stream").and_then(toml::Value::as_table_mut);
+            relative(stream.and_then(|stream| stream.get_mut("shards")));
         }
         for setting in &overrides.set {
             set(&mut table, setting)?;
@@ -294,6 +296,12 @@ impl RunConfig {
             }
         }
         config.check()?;
+        // So that config.toml, which lies elsewhere, means the same files.
+        let paths = [&mut config.model, &mut config.data.path, &mut config.out];
+        for path in paths.into_iter().chain(&mut config.stream.shards) {
+            *path = std::path::absolute(&*path)
+                .with_context(|| format!("{} is no usable path", path.display()))?;
+        }
         Ok(config)
     }
 

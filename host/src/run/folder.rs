@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use blockstreamer_core::checkpoint::atomic::write_file;
+use blockstreamer_core::checkpoint::atomic::{remove_all_partials, write_file};
 
 use super::RunConfig;
 
@@ -14,10 +14,10 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// A folder for a new run, or that of an earlier run to be resumed.
+    /// A folder for a new run, or that of an earlier run to be resumed. Nothing is created yet.
     ///
     /// # Errors
-    /// When it holds an earlier run and `resume` is not asked for, or cannot be written.
+    /// When it holds an earlier run and `resume` is not asked for.
     pub fn open(root: &Path, resume: bool) -> Result<Self> {
         let folder = Self { root: root.to_owned() };
         if !resume && (folder.metrics().exists() || folder.checkpoints().exists()) {
@@ -26,18 +26,40 @@ impl RunFolder {
                 root.display()
             );
         }
-        for path in [root, &folder.checkpoints()] {
-            std::fs::create_dir_all(path)
-                .with_context(|| format!("cannot create {}", path.display()))?;
-        }
         Ok(folder)
     }
 
-    /// Writes the settings as they took effect.
+    /// Refuses settings that an earlier run in this folder has fixed: its adapter cannot change shape.
     ///
     /// # Errors
-    /// When the file cannot be written.
-    pub fn save_config(&self, config: &RunConfig) -> Result<()> {
+    /// When `[lora]` differs from that in `config.toml`, or that file cannot be read.
+    pub fn check_resumable(&self, config: &RunConfig) -> Result<()> {
+        let path = self.root.join("config.toml");
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let earlier: RunConfig =
+            toml::from_str(&text).with_context(|| format!("{} is damaged", path.display()))?;
+        if earlier.lora != config.lora {
+            bail!(
+                "[lora] differs from {}, and a started adapter keeps its settings: pass that file to go \
+                 on, or choose another --out",
+                path.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Creates the folder and writes the settings as they took effect.
+    ///
+    /// # Errors
+    /// When either cannot be written.
+    pub fn create(&self, config: &RunConfig) -> Result<()> {
+        let checkpoints = self.checkpoints();
+        std::fs::create_dir_all(&checkpoints)
+            .with_context(|| format!("cannot create {}", checkpoints.display()))?;
+        for folder in [&self.root, &checkpoints] {
+            remove_all_partials(folder)?;
+        }
         let text = toml::to_string(config).context("the settings cannot be written as TOML")?;
         Ok(write_file(&self.root.join("config.toml"), text.as_bytes())?)
     }

@@ -54,6 +54,9 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
     let total_steps = config.steps.unwrap_or_else(|| batches.num_steps(config.epochs));
 
     let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
+    if saved.is_some() {
+        folder.check_resumable(config)?;
+    }
     let sites = open.model.sites()?;
     let adapter: Box<dyn Adapter> = match &saved {
         Some(saved) => Box::new(Lora::import(&saved.adapter(), &sites, device)?),
@@ -64,15 +67,24 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         saved.restore(&config.optimizer.name, &mut *optimizer, device)?;
     }
     let completed_steps = saved.as_ref().map_or(0, Checkpoint::completed_steps);
+    let base_model = open.directory.canonicalize().unwrap_or_else(|_| open.directory.clone());
     if completed_steps >= total_steps {
-        bail!("the run in {} has done all its {total_steps} steps", config.out.display());
+        // It may have been killed between its last checkpoint and this.
+        if !folder.adapter().exists() {
+            adapter.export(&folder.adapter(), &base_model.to_string_lossy())?;
+        }
+        bail!(
+            "the run in {} has done all its {total_steps} steps, its adapter is in {}: raise steps to go on",
+            config.out.display(),
+            folder.adapter().display()
+        );
     }
-    folder.save_config(config)?;
 
     let source = open.source(&config.stream, device)?;
     let options = executor_options(device, config.dtype, &config.stream, config.seed)?;
-    let base_model = open.directory.canonicalize().unwrap_or(open.directory);
     let executor = Executor::new(open.model, source, Some(adapter), options)?;
+    // Only now is something written: a run that cannot start leaves nothing to be in its way.
+    folder.create(config)?;
     let mut run = Run {
         config,
         folder: &folder,

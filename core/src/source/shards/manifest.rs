@@ -112,6 +112,20 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Refuses shards of another checkpoint or layout than `expected`, if one is given.
+    pub(super) fn check_identity(&self, directory: &Path, expected: Option<&str>) -> Result<()> {
+        match expected.filter(|expected| *expected != self.identity) {
+            None => Ok(()),
+            Some(expected) => {
+                let message = format!(
+                    "the shards were made from another checkpoint or layout (identity {}, now {expected}); write them again",
+                    self.identity
+                );
+                Err(Error::file(directory, message))
+            }
+        }
+    }
+
     /// Whether an entry is one that a writer could have written.
     fn check(
         &self,
@@ -142,7 +156,9 @@ impl Manifest {
 
     /// The path of an entry's file when the manifest is in `directory`.
     pub(super) fn path(&self, directory: &Path, entry: &ShardEntry) -> PathBuf {
-        directory.join(&self.directories[entry.directory]).join(&entry.file)
+        let path = directory.join(&self.directories[entry.directory]).join(&entry.file);
+        // People read it: without the `.` that stands for the manifest's own folder.
+        path.components().collect()
     }
 }
 

@@ -38,14 +38,7 @@ impl ShardSource {
     /// or a file has the wrong size; [`Error::Io`] when a file is missing.
     pub fn open(directory: &Path, expected_identity: Option<&str>) -> Result<Self> {
         let manifest = Manifest::read(directory)?;
-        if let Some(expected) = expected_identity.filter(|expected| *expected != manifest.identity)
-        {
-            let message = format!(
-                "the shards were made from another checkpoint or layout (identity {}, now {expected}); write them again",
-                manifest.identity
-            );
-            return Err(Error::file(directory, message));
-        }
+        manifest.check_identity(directory, expected_identity)?;
         let blocks = manifest.blocks.iter().map(|entry| entry.block.clone()).collect();
         let open = |entry: &ShardEntry| {
             let path = manifest.path(directory, entry);
@@ -108,14 +101,17 @@ pub struct Damage {
 }
 
 /// Reads every shard of the folder `directory` and returns the damaged blocks.
+/// `expected_identity` is that of [`ShardSource::open`].
 ///
 /// # Errors
-/// As [`Manifest::read`].
+/// As [`Manifest::read`]; [`Error::File`] when the shards are of another checkpoint.
 pub fn verify_shards(
     directory: &Path,
+    expected_identity: Option<&str>,
     progress: &mut dyn FnMut(ShardProgress<'_>),
 ) -> Result<Vec<Damage>> {
     let manifest = Manifest::read(directory)?;
+    manifest.check_identity(directory, expected_identity)?;
     let total_bytes = manifest.blocks.iter().map(|entry| entry.block.image_bytes as u64).sum();
     let (mut damaged, mut done_bytes) = (Vec::new(), 0);
     for entry in &manifest.blocks {

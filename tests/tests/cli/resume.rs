@@ -1,0 +1,104 @@
+//! Going on with a run: nothing tells it from one that was never interrupted.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use super::{Folder, adapter_bytes, command, losses, metrics, model, names, rows, words};
+
+/// Dropout on: its masks must follow from the step number alone.
+const DROPOUT: [&str; 2] = ["--set", "lora.dropout=0.2"];
+
+fn extra<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&DROPOUT[..], more].concat()
+}
+
+#[test]
+fn three_steps_and_three_more_are_six() {
+    let folder = Folder::new();
+    let six = ["--set", "steps=6"];
+    folder.train("straight", &extra(&six)).ok();
+    folder.train("parts", &extra(&["--set", "steps=3"])).ok();
+    folder.train("parts", &extra(&["--set", "steps=6", "--resume"])).ok();
+
+    let (straight, parts) = (folder.path("straight"), folder.path("parts"));
+    assert_eq!(losses(&straight), losses(&parts));
+    assert!(adapter_bytes(&straight) == adapter_bytes(&parts), "the adapters differ");
+    let steps: Vec<_> = metrics(&parts).iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [1, 2, 3, 4, 5, 6]);
+    assert_eq!(names(format!("{parts}/checkpoints")), ["step-00000003", "step-00000006"]);
+    // Dropout did something, or this proves nothing about it.
+    folder.train("dry", &six).ok();
+    assert_ne!(losses(&folder.path("dry")), losses(&straight));
+
+    folder.train("parts", &extra(&six)).failed(&["already holds a run", "--resume", "--out"]);
+    folder
+        .train("parts", &extra(&["--set", "steps=6", "--resume"]))
+        .failed(&["has done all its 6 steps", "raise steps"]);
+    folder
+        .train("parts", &extra(&["--set", "steps=7", "--resume", "--set", "lora.rank=4"]))
+        .failed(&["[lora] differs from", "config.toml"]);
+    folder
+        .train("parts", &extra(&["--set", "steps=7", "--resume", "--set", "optimizer.name=sgd"]))
+        .failed(&["'adamw'", "'sgd'"]);
+    assert_eq!(losses(&parts).len(), 6, "a refused run changed metrics.jsonl");
+}
+
+#[test]
+fn a_killed_run_goes_on_where_it_was() {
+    let folder = Folder::new();
+    let run = folder.path("killed");
+    let every = ["--set", "checkpoint_every=1", "--set", "keep_checkpoints=2"];
+    let long = [&every[..], &["--set", "steps=10000"]].concat();
+    let data = rows();
+    let mut child = command(&words(model(), &data, &run, &extra(&long)))
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let started = Instant::now();
+    let metrics_file = folder.path("killed/metrics.jsonl");
+    while !fs::read_to_string(&metrics_file).is_ok_and(|text| text.lines().count() >= 3) {
+        assert!(started.elapsed() < Duration::from_secs(120), "no three steps in two minutes");
+        assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    let whole = |name: &String| name.starts_with("step-");
+    let saved = names(format!("{run}/checkpoints")).into_iter().filter(whole).next_back().unwrap();
+    let done: u64 = saved.trim_start_matches("step-").parse().unwrap();
+    let steps = format!("steps={}", done + 2);
+    folder.train("killed", &extra(&[&every[..], &["--resume", "--set", &steps]].concat())).ok();
+    folder.train("straight", &extra(&["--set", &steps])).ok();
+    let straight = folder.path("straight");
+    assert_eq!(losses(&run), losses(&straight));
+    assert!(adapter_bytes(&run) == adapter_bytes(&straight), "the adapters differ");
+    // Two are kept, and what the killed process was writing is gone.
+    let kept = [format!("step-{:08}", done + 1), format!("step-{:08}", done + 2)];
+    assert_eq!(names(format!("{run}/checkpoints")), kept);
+}
+
+#[test]
+fn a_run_killed_after_its_last_checkpoint_gets_its_adapter() {
+    let folder = Folder::new();
+    folder.train("run", &["--set", "steps=1"]).ok();
+    let run = folder.path("run");
+    let adapter = adapter_bytes(&run);
+    fs::remove_dir_all(folder.path("run/adapter")).unwrap();
+    folder.train("run", &["--set", "steps=1", "--resume"]).failed(&["done all its 1 steps"]);
+    assert!(adapter_bytes(&run) == adapter);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_it_serves() {
+    let folder = Folder::new();
+    let every = ["--set", "checkpoint_every=1"];
+    folder.train("run", &[&every[..], &["--set", "steps=2"]].concat()).ok();
+    folder.write("run/checkpoints/step-00000002/state.json", "{\"version\": 1, ");
+    let more = [&every[..], &["--set", "steps=3", "--resume"]].concat();
+    folder.train("run", &more).failed(&["step-00000002/state.json", "go back one checkpoint"]);
+    fs::remove_dir_all(folder.path("run/checkpoints/step-00000002")).unwrap();
+    folder.train("run", &more).ok();
+    folder.train("straight", &["--set", "steps=3"]).ok();
+    assert_eq!(losses(&folder.path("run")), losses(&folder.path("straight")));
+}
