@@ -78,6 +78,8 @@ struct Inner {
     copies: Vec<Arc<Copy>>,
     resident_bytes: u64,
     worker: Option<Worker>,
+    /// Why fetching ahead failed when a visit ended; the next lease says so.
+    failure: Option<Error>,
 }
 
 /// Streams the blocks of one source to one device.
@@ -144,6 +146,7 @@ impl BlockStream {
             copies: Vec::new(),
             resident_bytes: 0,
             worker: Some(Worker::spawn(transfer, num_slots)?),
+            failure: None,
         };
         Ok(Self { source, engine, slot_bytes, inner: RefCell::new(inner) })
     }
@@ -206,6 +209,9 @@ impl BlockStream {
                 "the engine was entered again while a block is in use; end that visit first",
             ));
         }
+        if let Some(error) = inner.failure.take() {
+            return Err(error);
+        }
         let Some((block, slot)) = inner.schedule.lease() else {
             return Err(Error::usage("no visit is scheduled; call schedule first"));
         };
@@ -213,7 +219,7 @@ impl BlockStream {
             Ok(tensors) => Ok(Lease { stream: self, block, slot, tensors }),
             Err(error) => {
                 inner.schedule.release();
-                self.forget(&mut inner, block, slot);
+                self.leave(&mut inner, slot, Change::Failed);
                 self.abandon_inner(&mut inner);
                 Err(error)
             }
@@ -241,10 +247,14 @@ impl BlockStream {
         }
         self.abandon_inner(&mut inner);
         self.drain(&mut inner);
+        let settled = self.settle(&mut inner);
+        for slot in 0..inner.slots.len() {
+            self.leave(&mut inner, slot, Change::Evicted);
+        }
         inner.worker = None;
         inner.slots.clear();
         inner.schedule = Schedule::new(0);
-        Ok(())
+        settled
     }
 
     /// Adds bytes that someone else copied from device to host to the totals.
@@ -273,7 +283,7 @@ impl BlockStream {
     pub fn reset_stats(&self) -> Result<()> {
         let mut inner = self.borrow()?;
         self.settle(&mut inner)?;
-        let resident_blocks = inner.schedule.num_resident();
+        let resident_blocks = inner.stats.resident_blocks;
         inner.stats = StreamStats {
             resident_blocks,
             peak_resident_blocks: resident_blocks,
@@ -313,7 +323,7 @@ impl BlockStream {
             inner.resident_bytes += self.blocks()[block.0].image_bytes as u64;
             note(inner, block, slot, Change::Fetching);
             if let Err(error) = self.submit(inner, block, slot) {
-                self.forget(inner, block, slot);
+                self.leave(inner, slot, Change::Failed);
                 self.abandon_inner(inner);
                 return Err(error);
             }
@@ -399,31 +409,29 @@ impl BlockStream {
         if inner.worker.is_some()
             && let Err(error) = self.fetch(&mut inner)
         {
-            // The visits to come are forgotten; the next lease says that nothing is scheduled.
-            tracing::error!(%error, "fetching ahead failed");
+            inner.failure = Some(error);
         }
     }
 
     fn abandon_inner(&self, inner: &mut Inner) {
         inner.schedule.clear();
+        inner.failure = None;
         let Some(worker) = &inner.worker else { return };
         let shared = Arc::clone(&worker.shared);
         let mut progress = shared.wait_until(|progress| progress.num_open_jobs == 0);
         for slot in 0..inner.slots.len() {
-            if matches!(progress.contents[slot], Some(Content::Failed(_)))
-                && let Some(block) = inner.schedule.forget(slot)
-            {
+            if matches!(progress.contents[slot], Some(Content::Failed(_))) {
                 progress.contents[slot] = None;
-                inner.resident_bytes -= self.blocks()[block.0].image_bytes as u64;
-                note(inner, block, slot, Change::Failed);
+                self.leave(inner, slot, Change::Failed);
             }
         }
     }
 
-    fn forget(&self, inner: &mut Inner, block: BlockIndex, slot: usize) {
-        if inner.schedule.forget(slot).is_some() {
+    /// Empties a slot.
+    fn leave(&self, inner: &mut Inner, slot: usize, change: Change) {
+        if let Some(block) = inner.schedule.forget(slot) {
             inner.resident_bytes -= self.blocks()[block.0].image_bytes as u64;
-            note(inner, block, slot, Change::Failed);
+            note(inner, block, slot, change);
         }
     }
 
@@ -489,9 +497,14 @@ impl Drop for BlockStream {
 }
 
 fn note(inner: &mut Inner, block: BlockIndex, slot: usize, change: Change) {
-    let resident_blocks = inner.schedule.num_resident();
-    inner.stats.resident_blocks = resident_blocks;
-    inner.stats.peak_resident_blocks = inner.stats.peak_resident_blocks.max(resident_blocks);
-    inner.stats.peak_bytes = inner.stats.peak_bytes.max(inner.resident_bytes);
+    let stats = &mut inner.stats;
+    match change {
+        Change::Fetching => stats.resident_blocks += 1,
+        Change::Evicted | Change::Failed => stats.resident_blocks -= 1,
+        Change::Leased | Change::Released => {}
+    }
+    let resident_blocks = stats.resident_blocks;
+    stats.peak_resident_blocks = stats.peak_resident_blocks.max(resident_blocks);
+    stats.peak_bytes = stats.peak_bytes.max(inner.resident_bytes);
     inner.residency.note(Transition { block, slot, change, resident_blocks });
 }
