@@ -62,8 +62,7 @@ impl Executor {
         for block in self.backward_visits(lowest) {
             let states =
                 saved.pop().ok_or_else(|| Error::usage("the pass kept no states for backward"))?;
-            let lease = self.stream.lease()?;
-            debug_assert_eq!(lease.block(), block);
+            let lease = self.lease(block)?;
             for (micro_batch, state) in states.into_iter().enumerate() {
                 let visit = Visit { block, lowest, micro_batch, step };
                 grads[micro_batch] = self.differentiate(

@@ -135,8 +135,7 @@ impl Executor {
             if lowest.is_some_and(|lowest| block >= lowest) {
                 saved.push(states.clone());
             }
-            let lease = self.stream.lease()?;
-            debug_assert_eq!(lease.block(), block);
+            let lease = self.lease(block)?;
             for (micro_batch, input) in inputs.iter().enumerate() {
                 let seed = train.then(|| self.visit_seed(step, block, micro_batch));
                 let scope = self.scope(Some(block), lease.tensors(), seed);

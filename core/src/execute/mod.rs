@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::family::Model;
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
-use crate::stream::{BlockStream, StreamStats, load_block};
+use crate::stream::{BlockStream, Lease, StreamStats, load_block};
 use loss::Targets;
 
 /// The resident blocks on the device.
@@ -317,6 +317,19 @@ impl Executor {
             self.num_scheduled_steps.set(self.num_scheduled_steps.get() + 1);
         }
         Ok(())
+    }
+
+    /// The lease of `block`, which must be the next visit.
+    fn lease(&self, block: BlockIndex) -> Result<Lease<'_>> {
+        let lease = self.stream.lease()?;
+        match lease.block() == block {
+            true => Ok(lease),
+            false => Err(Error::usage(format!(
+                "this pass needs block {block} next, but {} was scheduled: every pass made for \
+                 backward needs its backward, and nobody else may schedule visits",
+                lease.block()
+            ))),
+        }
     }
 
     fn trainables(&self) -> &[crate::adapter::Trainable] {
