@@ -236,7 +236,8 @@ impl BlockStream {
         Ok(())
     }
 
-    /// Ends the transfer thread and frees the slots. Later calls answer with an error.
+    /// Ends the transfer thread and frees the slots, which an observer sees. Dropping the engine does
+    /// the same. Later calls answer with an error; the totals stay.
     ///
     /// # Errors
     /// [`Error::Usage`] while a lease is alive.

@@ -1,9 +1,8 @@
 //! The streaming engine by itself: what it refuses, and what it says.
 
 use std::cell::RefCell;
-use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::Mutex;
+use std::rc::{Rc, Weak};
+use std::sync::{Arc, Mutex};
 
 use blockstreamer_core::Error;
 use blockstreamer_core::block::BlockIndex;
@@ -139,17 +138,17 @@ fn a_lease_knows_its_own_memory() {
 }
 
 thread_local! {
-    static STREAM: RefCell<Option<Rc<BlockStream>>> = const { RefCell::new(None) };
+    static STREAM: RefCell<Weak<BlockStream>> = const { RefCell::new(Weak::new()) };
 }
 
 #[test]
 fn an_observer_that_calls_the_engine_gets_an_error_and_the_engine_goes_on() {
     let stream = Rc::new(stream(1));
-    STREAM.set(Some(Rc::clone(&stream)));
+    STREAM.set(Rc::downgrade(&stream));
     let errors: Arc<Mutex<Vec<String>>> = Arc::default();
     let for_observer = Arc::clone(&errors);
     let observer = move |_: &_| {
-        let Some(stream) = STREAM.with_borrow(Option::clone) else { return };
+        let Some(stream) = STREAM.with_borrow(Weak::upgrade) else { return };
         let outcomes = [
             stream.lease().map(drop),
             stream.schedule(visits([0])),
@@ -169,7 +168,6 @@ fn an_observer_that_calls_the_engine_gets_an_error_and_the_engine_goes_on() {
     // Four blocks are fetched, leased and released, and two are evicted.
     assert_eq!(errors.len(), 5 * (3 * 4 + 2));
     assert!(errors.iter().all(|text| text.contains("observer")), "{errors:?}");
-    STREAM.set(None);
 }
 
 #[test]
