@@ -2,6 +2,8 @@
 #![allow(clippy::expect_used, reason = "a test that cannot be set up has failed")]
 
 pub mod built;
+pub mod resident;
 pub mod toy;
 
-pub use toy::{Part, Probe, ToyModel, blocks_of, reference, wave};
+pub use resident::AllResident;
+pub use toy::{Part, Probe, ToyModel, blocks_of, wave};

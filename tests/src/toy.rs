@@ -10,11 +10,9 @@ use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::context::Context;
 use blockstreamer_core::device::dropout;
 use blockstreamer_core::dtype::Dtype;
-use blockstreamer_core::execute::{BlockScope, PassInput, Residents};
 use blockstreamer_core::family::{Model, ModelDimensions};
-use blockstreamer_core::numerics::AttentionKernel;
 use blockstreamer_core::scope::Scope;
-use blockstreamer_core::state::{HIDDEN, NamedTensors, State};
+use blockstreamer_core::state::{HIDDEN, State};
 use blockstreamer_core::weights::WeightTable;
 use tch::{Device, Kind, Tensor};
 
@@ -22,6 +20,12 @@ use tch::{Device, Kind, Tensor};
 pub const HIDDEN_SIZE: i64 = 8;
 /// Size of the vocabulary.
 pub const VOCAB_SIZE: i64 = 11;
+
+/// Names of the streamed blocks.
+pub const BLOCK_NAMES: [&str; 12] = [
+    "part.0", "part.1", "part.2", "part.3", "part.4", "part.5", "part.6", "part.7", "part.8",
+    "part.9", "part.10", "part.11",
+];
 
 /// What one block computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +36,7 @@ pub enum Part {
     Plain,
     /// Permutes features by an Int64 buffer where a Bool buffer says so.
     Permute,
-    /// `h + b(tanh(a(h)))` with `a` and `b` the same stored matrix.
+    /// `h + b(tanh(a(h)))` with `a` and `b` the same matrix, also across blocks, stored as BF16.
     Tied,
     /// `h * extra` with a tensor of the context.
     Extra,
@@ -61,7 +65,7 @@ impl Part {
                 ("moved", Tensor::from_slice(&[true, false, true, true, false, true, true, false])),
             ],
             Self::Tied => {
-                let shared = wave(&[h, h], seed);
+                let shared = wave(&[h, h], 0.7).to_kind(Kind::BFloat16);
                 vec![("a.weight", shared.shallow_clone()), ("b.weight", shared)]
             }
             Self::Split1 => vec![("norm", wave(&[h], seed))],
@@ -88,7 +92,9 @@ impl ToyModel {
     /// One of everything but [`Part::Alias`].
     pub fn mixed() -> Self {
         use Part::{Extra, Mlp, Permute, Plain, Split1, Split2, Split3, Tied};
-        Self { parts: vec![Mlp(5), Permute, Plain, Tied, Extra, Split1, Split2, Split3, Mlp(24)] }
+        let parts =
+            vec![Mlp(5), Permute, Plain, Tied, Extra, Split1, Split2, Split3, Tied, Mlp(24)];
+        Self { parts }
     }
 
     /// Layers cut into three blocks each.
@@ -201,11 +207,9 @@ pub type Block = (&'static str, Placement, Vec<(&'static str, Tensor)>);
 
 /// The blocks of a toy model, residents last, for `RamSource::from_tensors`.
 pub fn blocks_of(model: &ToyModel) -> Vec<Block> {
-    let streamed = model
-        .parts
-        .iter()
-        .enumerate()
-        .map(|(block, part)| ("part", Placement::Streamed, part.tensors(block)));
+    let streamed = model.parts.iter().enumerate();
+    let streamed = streamed
+        .map(|(block, part)| (BLOCK_NAMES[block], Placement::Streamed, part.tensors(block)));
     let resident = vec![
         ("embed.weight", wave(&[VOCAB_SIZE, HIDDEN_SIZE], 3.0)),
         ("final_norm", wave(&[HIDDEN_SIZE], 4.0)),
@@ -267,35 +271,4 @@ impl Adapter for Probe {
     fn export(&self, _directory: &Path, _base_model: &str) -> Result<()> {
         Ok(())
     }
-}
-
-/// The same model with everything in memory and one graph through all blocks: the state after the last
-/// block. `seeds` are the dropout seeds per block, if dropout is on.
-pub fn reference(
-    model: &ToyModel,
-    adapter: Option<&dyn Adapter>,
-    input: &PassInput,
-    kind: Kind,
-    seeds: Option<&dyn Fn(usize) -> u64>,
-) -> Result<State> {
-    let residents = Residents::default();
-    let mut state = input.state.clone();
-    for (block, (_, _, tensors)) in blocks_of(model).into_iter().take(model.parts.len()).enumerate()
-    {
-        let tensors: NamedTensors =
-            tensors.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
-        let scope = BlockScope {
-            block: Some(BlockIndex(block)),
-            block_name: "part",
-            tensors: &tensors,
-            residents: &residents,
-            adapter,
-            dropout_seed: seeds.map(|seeds| seeds(block)),
-            compute_kind: kind,
-            device: Device::Cpu,
-            attention: AttentionKernel::Eager,
-        };
-        state = model.forward_block(BlockIndex(block), &scope, &input.context, state)?;
-    }
-    Ok(state)
 }

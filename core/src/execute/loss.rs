@@ -114,7 +114,8 @@ impl Executor {
         }
         let empty = NamedTensors::new();
         let head = crate::block::BlockIndex(self.num_streamed);
-        let scope = self.scope(None, &empty, Some(self.visit_seed(step, head, micro_batch)));
+        let seed = self.visit_seed(step, head, micro_batch);
+        let scope = self.scope(None, &empty, Some(seed));
         let head_trainables: Vec<(usize, &Tensor)> = self
             .trainables()
             .iter()
@@ -142,6 +143,8 @@ impl Executor {
         let mut grad_rows = Vec::new();
         for (start, length) in self.chunks(targets.num_targets) {
             let chunk = rows.f_detach()?.f_narrow(0, start, length)?.f_set_requires_grad(true)?;
+            // Rows of different chunks must not share one dropout mask.
+            let scope = self.scope(None, &empty, Some(seed.wrapping_add(start as u64)));
             let loss = tch::with_grad(|| {
                 share(&self.model.logits(&scope, &chunk)?, targets, start, length, num_targets)
             })?;

@@ -1,8 +1,9 @@
 //! Rotary position embeddings, with one to several position axes.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::batch::Batch;
+use crate::device::upload;
 use crate::error::{Error, Result};
 
 /// Frequencies `rope_theta^(-2j / rotary_dim)` for `j < rotary_dim / 2`, fp32.
@@ -85,11 +86,6 @@ pub fn rotary_tables(
     let angles = positions.f_to_kind(Kind::Float)?.f_mul(&frequencies)?;
     let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
     Ok((angles.f_cos()?.f_to_kind(kind)?, angles.f_sin()?.f_to_kind(kind)?))
-}
-
-/// Moves a few bytes to the device. The copy is queued: the host does not wait for earlier kernels.
-fn upload(values: &Tensor, device: Device) -> Result<Tensor> {
-    Ok(values.f_to_device_(device, values.kind(), true, false)?)
 }
 
 /// `x * cos + rotate_half(x) * sin`, where `rotate_half` swaps the halves of the last dimension and

@@ -83,9 +83,9 @@ struct Inner {
     copies: Vec<Arc<Copy>>,
     resident_bytes: u64,
     visits_since_settling: usize,
-    /// What kept the engine from fetching ahead after the last visit.
-    failed: Option<Error>,
     worker: Option<Worker>,
+    /// Why fetching ahead failed when a visit ended; the next lease says so.
+    failure: Option<Error>,
 }
 
 /// Streams the blocks of one source to one device.
@@ -152,8 +152,8 @@ impl BlockStream {
             copies: Vec::new(),
             resident_bytes: 0,
             visits_since_settling: 0,
-            failed: None,
             worker: Some(Worker::spawn(transfer, num_slots)?),
+            failure: None,
         };
         Ok(Self { source, engine, slot_bytes, inner: RefCell::new(inner) })
     }
@@ -216,12 +216,12 @@ impl BlockStream {
                 "the engine was entered again while a block is in use; end that visit first",
             ));
         }
+        if let Some(error) = inner.failure.take() {
+            return Err(error);
+        }
         let Some((block, slot)) = inner.schedule.lease() else {
             return Err(Error::usage("no visit is scheduled; call schedule first"));
         };
-        if let Some(error) = inner.failed.take() {
-            return Err(error);
-        }
         inner.visits_since_settling += 1;
         if inner.visits_since_settling >= VISITS_PER_SETTLING {
             self.settle(&mut inner)?;
@@ -230,7 +230,7 @@ impl BlockStream {
             Ok(tensors) => Ok(Lease { stream: self, block, slot, tensors }),
             Err(error) => {
                 inner.schedule.release();
-                self.forget(&mut inner, block, slot);
+                self.leave(&mut inner, slot, Change::Failed);
                 self.abandon_inner(&mut inner);
                 Err(error)
             }
@@ -247,7 +247,8 @@ impl BlockStream {
         Ok(())
     }
 
-    /// Ends the transfer thread and frees the slots. Later calls answer with an error.
+    /// Ends the transfer thread and frees the slots, which an observer sees. Dropping the engine does
+    /// the same. Later calls answer with an error; the totals stay.
     ///
     /// # Errors
     /// [`Error::Usage`] while a lease is alive.
@@ -259,11 +260,12 @@ impl BlockStream {
         self.abandon_inner(&mut inner);
         self.drain(&mut inner);
         let settled = self.settle(&mut inner);
+        for slot in 0..inner.slots.len() {
+            self.leave(&mut inner, slot, Change::Evicted);
+        }
         inner.worker = None;
         inner.slots.clear();
         inner.schedule = Schedule::new(0);
-        inner.resident_bytes = 0;
-        inner.stats.resident_blocks = 0;
         settled
     }
 
@@ -284,7 +286,7 @@ impl BlockStream {
     pub fn reset_stats(&self) -> Result<()> {
         let mut inner = self.borrow()?;
         self.settle(&mut inner)?;
-        let resident_blocks = inner.schedule.num_resident();
+        let resident_blocks = inner.stats.resident_blocks;
         inner.stats = StreamStats {
             resident_blocks,
             peak_resident_blocks: resident_blocks,
@@ -324,7 +326,7 @@ impl BlockStream {
             inner.resident_bytes += self.blocks()[block.0].image_bytes as u64;
             note(inner, block, slot, Change::Fetching);
             if let Err(error) = self.submit(inner, block, slot) {
-                self.forget(inner, block, slot);
+                self.leave(inner, slot, Change::Failed);
                 self.abandon_inner(inner);
                 return Err(error);
             }
@@ -411,32 +413,29 @@ impl BlockStream {
         if inner.worker.is_some()
             && let Err(error) = self.fetch(&mut inner)
         {
-            // The visits to come are forgotten; the next lease says why.
-            inner.failed = Some(error);
+            inner.failure = Some(error);
         }
     }
 
     fn abandon_inner(&self, inner: &mut Inner) {
         inner.schedule.clear();
-        inner.failed = None;
+        inner.failure = None;
         let Some(worker) = &inner.worker else { return };
         let shared = Arc::clone(&worker.shared);
         let mut progress = shared.wait_until(|progress| progress.num_open_jobs == 0);
         for slot in 0..inner.slots.len() {
-            if matches!(progress.contents[slot], Some(Content::Failed(_)))
-                && let Some(block) = inner.schedule.forget(slot)
-            {
+            if matches!(progress.contents[slot], Some(Content::Failed(_))) {
                 progress.contents[slot] = None;
-                inner.resident_bytes -= self.blocks()[block.0].image_bytes as u64;
-                note(inner, block, slot, Change::Failed);
+                self.leave(inner, slot, Change::Failed);
             }
         }
     }
 
-    fn forget(&self, inner: &mut Inner, block: BlockIndex, slot: usize) {
-        if inner.schedule.forget(slot).is_some() {
+    /// Empties a slot.
+    fn leave(&self, inner: &mut Inner, slot: usize, change: Change) {
+        if let Some(block) = inner.schedule.forget(slot) {
             inner.resident_bytes -= self.blocks()[block.0].image_bytes as u64;
-            note(inner, block, slot, Change::Failed);
+            note(inner, block, slot, change);
         }
     }
 
@@ -503,9 +502,14 @@ impl Drop for BlockStream {
 }
 
 fn note(inner: &mut Inner, block: BlockIndex, slot: usize, change: Change) {
-    let resident_blocks = inner.schedule.num_resident();
-    inner.stats.resident_blocks = resident_blocks;
-    inner.stats.peak_resident_blocks = inner.stats.peak_resident_blocks.max(resident_blocks);
-    inner.stats.peak_bytes = inner.stats.peak_bytes.max(inner.resident_bytes);
+    let stats = &mut inner.stats;
+    match change {
+        Change::Fetching => stats.resident_blocks += 1,
+        Change::Evicted | Change::Failed => stats.resident_blocks -= 1,
+        Change::Leased | Change::Released => {}
+    }
+    let resident_blocks = stats.resident_blocks;
+    stats.peak_resident_blocks = stats.peak_resident_blocks.max(resident_blocks);
+    stats.peak_bytes = stats.peak_bytes.max(inner.resident_bytes);
     inner.residency.note(Transition { block, slot, change, resident_blocks });
 }

@@ -57,6 +57,11 @@ impl Transfer {
         self.ring.iter().map(|(buffer, _)| buffer.bytes().len()).sum()
     }
 
+    /// For messages.
+    pub(super) fn block_name(&self, block: BlockIndex) -> &str {
+        &self.source.blocks()[block.0].name
+    }
+
     /// Starts moving `block` to `destination` once `after` has happened on the compute stream.
     ///
     /// The destination must stay allocated until the last of the returned copies has ended.

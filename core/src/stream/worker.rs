@@ -114,7 +114,8 @@ fn serve(mut transfer: Transfer, jobs: &Receiver<Job>, shared: &Shared) {
         let moved =
             catch_unwind(AssertUnwindSafe(|| transfer.start(job.block, job.destination, after)))
                 .unwrap_or_else(|panic| {
-                    Err(Error::usage(format!("the source panicked: {}", panic_text(&*panic))))
+                    let error = format!("the source panicked: {}", panic_text(&*panic));
+                    Err(Error::usage(error).in_block(transfer.block_name(job.block)))
                 });
         let mut progress = shared.lock();
         progress.num_open_jobs -= 1;
