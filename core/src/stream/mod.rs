@@ -247,8 +247,8 @@ impl BlockStream {
         Ok(())
     }
 
-    /// Ends the transfer thread and frees the slots, which an observer sees. Dropping the engine does
-    /// the same. Later calls answer with an error; the totals stay.
+    /// Ends the transfer thread and frees the slots, which an observer sees. Later calls answer with
+    /// an error; the totals stay.
     ///
     /// # Errors
     /// [`Error::Usage`] while a lease is alive.
@@ -494,6 +494,8 @@ impl BlockStream {
 
 impl Drop for BlockStream {
     fn drop(&mut self) {
+        // An observer that panics in a destructor would end the process.
+        self.inner.get_mut().residency.observer = None;
         // Slots go back to libtorch's allocator: no copy may still write to them.
         if let Err(error) = self.close() {
             tracing::error!(%error, "the engine was dropped in use");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use blockstreamer_core::adapter::{Adapter, AdapterCall, Trainable};
 use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
@@ -209,7 +209,10 @@ pub(crate) fn assert_close(found: &[(String, Tensor)], wanted: &[(String, Tensor
 pub(crate) fn watch(executor: &Executor) -> Arc<Mutex<Vec<Transition>>> {
     let seen: Arc<Mutex<Vec<Transition>>> = Arc::default();
     let for_observer = Arc::clone(&seen);
-    let observer = move |transition: &Transition| for_observer.lock().unwrap().push(*transition);
+    let observer = move |transition: &Transition| {
+        // A test that failed may have left it poisoned; leases are still given back then.
+        for_observer.lock().unwrap_or_else(PoisonError::into_inner).push(*transition);
+    };
     executor.stream().observe(Box::new(observer)).unwrap();
     seen
 }
