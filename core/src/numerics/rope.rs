@@ -108,6 +108,7 @@ pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     fn positions(batch: &Batch) -> Vec<Vec<i64>> {
         Vec::try_from(text_positions(batch).unwrap()).unwrap()
