@@ -8,7 +8,6 @@ use blockstreamer_core::checkpoint::{Checkpoint, Layout};
 use blockstreamer_core::device::{HostBuffer, load_cuda};
 use blockstreamer_core::execute::ExecutorOptions;
 use blockstreamer_core::family::Model;
-use blockstreamer_core::numerics::AttentionKernel;
 use blockstreamer_core::source::shards::ShardSource;
 use blockstreamer_core::source::{BlockSource, RamSource, SafetensorsSource};
 use blockstreamer_core::stream::StreamOptions;
@@ -118,7 +117,11 @@ pub fn device(name: &str) -> Result<Device> {
         "auto" => match load_cuda() {
             Ok(()) => return Ok(Device::Cuda(0)),
             Err(reason) => {
-                tracing::debug!(%reason, "running on the CPU");
+                // A machine with a driver is meant to use it.
+                match Path::new("/proc/driver/nvidia/version").exists() {
+                    true => tracing::warn!("running on the CPU: {reason}"),
+                    false => tracing::debug!("running on the CPU: {reason}"),
+                }
                 return Ok(Device::Cpu);
             }
         },
@@ -200,7 +203,6 @@ pub fn executor_options(
 ) -> Result<ExecutorOptions> {
     Ok(ExecutorOptions {
         stream: config.options()?,
-        attention: AttentionKernel::Fused,
         seed,
         ..ExecutorOptions::new(device, dtype.kind(device))
     })

@@ -31,7 +31,8 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            tracing::error!("{}", explain(&error));
+            // Not through the log, which may be turned off.
+            eprintln!("error: {}", explain(&error));
             ExitCode::FAILURE
         }
     }

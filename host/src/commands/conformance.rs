@@ -4,13 +4,14 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use blockstreamer_conformance::{Options, Report, check_family, check_golden};
+use blockstreamer_core::checkpoint::Checkpoint;
 use blockstreamer_core::family::ModelFamily;
 use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::ConformanceArgs;
 use crate::engine::device;
-use crate::plugins::{Found, Registry};
+use crate::plugins::{Found, Registry, model_type};
 
 pub(super) fn run(registry: &Registry, args: &ConformanceArgs) -> Result<bool> {
     let device = device(&args.device)?;
@@ -29,13 +30,24 @@ pub(super) fn run(registry: &Registry, args: &ConformanceArgs) -> Result<bool> {
         vec![registry.family(&args.family)?.family()]
     };
     let mut report = Report::default();
-    for family in families {
+    for family in &families {
         if args.golden.is_empty() {
-            report.extend(check_family(family, &options)?);
+            report.extend(check_family(*family, &options)?);
         }
-        for golden in &args.golden {
-            report.extend(check_golden(family, golden, &options)?);
-        }
+    }
+    for golden in &args.golden {
+        let config_json = Checkpoint::open(golden)?.config_json;
+        let model_type = model_type(&config_json)?;
+        let Some(family) =
+            families.iter().find(|family| family.model_types().contains(&model_type))
+        else {
+            bail!(
+                "{} is a {model_type} model, which {} does not open",
+                golden.display(),
+                args.family
+            );
+        };
+        report.extend(check_golden(*family, golden, &options)?);
     }
     let passed = report.passed();
     if args.json {

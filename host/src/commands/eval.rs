@@ -2,35 +2,26 @@
 
 use anyhow::{Context, Result};
 use blockstreamer_core::adapter::{Adapter, Lora};
+use blockstreamer_core::device::set_deterministic;
 use blockstreamer_core::execute::Executor;
 use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::EvalArgs;
-use crate::data::{
-    BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Overflow, Tokenizer,
-};
+use crate::data::{BatchOptions, DatasetOptions, Overflow};
 use crate::engine::{OpenModel, StreamConfig, device, executor_options};
 use crate::plugins::Registry;
+use crate::run::load_rows;
 
 pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     let device = device(&args.device)?;
+    set_deterministic(true)?;
     let open = OpenModel::open(registry, &args.model)?;
-    let tokenizer = Tokenizer::load(&open.directory)?;
-    let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
-    let options =
+    let rows =
         DatasetOptions { sequence_length: args.sequence_length, overflow: Overflow::Truncate };
-    let dataset = Dataset::load(&args.data, &tokenizer, template.as_ref(), options)?;
-    if dataset.num_truncated > 0 {
-        tracing::warn!(
-            rows = dataset.num_truncated,
-            "rows were longer than --sequence-length and lost their end"
-        );
-    }
-    let num_rows = dataset.samples.len();
-    let options =
+    let order =
         BatchOptions { batch_size: args.batch_size, micro_batches: 1, seed: 0, shuffle: false };
-    let batches = Batches::new(dataset, tokenizer.pad_id(), options)?;
+    let batches = load_rows(&open, &args.data, rows, order)?;
     let stream = StreamConfig {
         tier: args.tier,
         prefetch_ahead: args.prefetch_ahead,
@@ -49,10 +40,11 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     )?;
 
     // Many rows pass through a block during one visit: weights are read once for all of them.
-    let (mut sum, mut num_targets) = (0.0, 0_usize);
+    let (mut sum, mut num_targets, mut num_rows) = (0.0, 0_usize, 0);
     let steps = batches.in_order().collect::<Result<Vec<_>, _>>()?;
     for group in steps.chunks(ROWS_PER_PASS.div_ceil(args.batch_size)) {
         let group: Vec<_> = group.iter().flat_map(|step| step.batches.iter().cloned()).collect();
+        num_rows += group.iter().map(|batch| batch.input_ids.size()[0]).sum::<i64>();
         let loss = executor.evaluate(&group)?;
         sum += executor.loss_value(&loss)? * loss.num_targets as f64;
         num_targets += loss.num_targets;

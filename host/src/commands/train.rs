@@ -13,10 +13,14 @@ pub(super) fn run(registry: &Registry, args: TrainArgs) -> Result<()> {
     let config = RunConfig::load(args.config.as_deref(), &overrides)?;
     let summary = train(registry, &config, args.resume)?;
     let stats = &summary.stats;
+    let peak = summary.peak_device_bytes.map_or_else(String::new, |num_bytes| {
+        format!("; {} of device memory in all", Size { num_bytes: num_bytes as u64 })
+    });
     print(&format!(
         "loss {:.4} -> {:.4} in {} steps\n\
          read {} from storage, copied {} to the device\n\
-         at most {} blocks on the device ({})\n\
+         at most {} blocks on the device ({}){peak}\n\
+         waited {:.1} s for reads, {:.1} s for copies, {:.1} s for results\n\
          adapter in {}",
         summary.first_loss,
         summary.last_loss,
@@ -25,6 +29,9 @@ pub(super) fn run(registry: &Registry, args: TrainArgs) -> Result<()> {
         Size { num_bytes: stats.h2d_bytes },
         stats.peak_resident_blocks,
         Size { num_bytes: stats.peak_bytes },
+        stats.host_wait_ms / 1e3,
+        stats.compute_wait_ms / 1e3,
+        stats.device_wait_ms / 1e3,
         summary.adapter.display()
     ))
 }

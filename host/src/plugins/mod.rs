@@ -7,4 +7,4 @@ mod load;
 mod registry;
 
 pub use discover::{PATH_VARIABLE, search};
-pub use registry::{Found, Refused, Registry};
+pub use registry::{Found, Refused, Registry, model_type};

@@ -172,19 +172,11 @@ impl Registry {
     /// [`Error::File`] when the text is no configuration, [`Error::UnknownModelType`] when no family
     /// takes it.
     pub fn family_of(&self, config_json: &str) -> Result<&Found> {
-        #[derive(Deserialize)]
-        struct Config {
-            model_type: String,
-        }
-        let config: Config = serde_json::from_str(config_json)
-            .map_err(|error| Error::file("config.json", format!("{error}")))?;
+        let model_type = model_type(config_json)?;
         self.families
             .iter()
-            .find(|found| found.model_types.contains(&config.model_type))
-            .ok_or_else(|| Error::UnknownModelType {
-                found: config.model_type.clone(),
-                known: self.known(),
-            })
+            .find(|found| found.model_types.contains(&model_type))
+            .ok_or_else(|| Error::UnknownModelType { found: model_type, known: self.known() })
     }
 
     /// A model from the text of its `config.json`, by its `model_type`.
@@ -208,6 +200,20 @@ impl Registry {
         }
         known
     }
+}
+
+/// The `model_type` of a `config.json`.
+///
+/// # Errors
+/// [`Error::File`] when the text is no configuration.
+pub fn model_type(config_json: &str) -> Result<String> {
+    #[derive(Deserialize)]
+    struct Config {
+        model_type: String,
+    }
+    let config: Config = serde_json::from_str(config_json)
+        .map_err(|error| Error::file("config.json", format!("{error}")))?;
+    Ok(config.model_type)
 }
 
 #[cfg(test)]

@@ -29,20 +29,33 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Refuses settings that an earlier run in this folder has fixed: its adapter cannot change shape.
+    /// Refuses settings other than those that an earlier run in this folder began with, where a change
+    /// would make it another run: the adapter's shape, the rows and their order, the optimizer.
     ///
     /// # Errors
-    /// When `[lora]` differs from that in `config.toml`, or that file cannot be read.
+    /// When one differs from that in `config.toml`, naming it, or that file cannot be read.
     pub fn check_resumable(&self, config: &RunConfig) -> Result<()> {
         let path = self.root.join("config.toml");
         let text = std::fs::read_to_string(&path)
             .with_context(|| format!("cannot read {}", path.display()))?;
         let earlier: RunConfig =
             toml::from_str(&text).with_context(|| format!("{} is damaged", path.display()))?;
-        if earlier.lora != config.lora {
+        let same = [
+            ("model", earlier.model == config.model),
+            ("data", earlier.data == config.data),
+            ("seed", earlier.seed == config.seed),
+            ("batch_size", earlier.batch_size == config.batch_size),
+            ("micro_batches", earlier.micro_batches == config.micro_batches),
+            ("sequence_length", earlier.sequence_length == config.sequence_length),
+            ("[lora]", earlier.lora == config.lora),
+            ("optimizer.name", earlier.optimizer.name == config.optimizer.name),
+        ];
+        let changed: Vec<_> = same.iter().filter(|(_, same)| !same).map(|(key, _)| *key).collect();
+        if !changed.is_empty() {
             bail!(
-                "[lora] differs from {}, and a started adapter keeps its settings: pass that file to go \
-                 on, or choose another --out",
+                "{} differs from {}, and a started run keeps it: pass that file to go on, or choose \
+                 another --out",
+                changed.join(", "),
                 path.display()
             );
         }

@@ -17,9 +17,8 @@ pub struct StepMetrics {
     pub loss: f64,
     /// Learning rate of its update.
     pub learning_rate: f64,
-    /// Norm of all gradients before clipping; left out when nothing is clipped.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub grad_norm: Option<f64>,
+    /// Norm of all gradients before clipping.
+    pub grad_norm: f64,
     /// Tokens that went through the model.
     pub tokens: usize,
     /// Wall-clock time from the step before.
@@ -83,7 +82,7 @@ mod tests {
             step,
             loss: 1.0 / 3.0,
             learning_rate: 0.1,
-            grad_norm: None,
+            grad_norm: 2.0,
             tokens: 5,
             seconds: 0.5,
             read_bytes: 7,

@@ -5,9 +5,11 @@ mod config;
 mod folder;
 mod metrics;
 mod progress;
+mod rows;
 mod train;
 
 pub use config::{DataConfig, LoraConfig, OptimizerConfig, Overrides, RunConfig};
 pub use folder::RunFolder;
 pub use metrics::StepMetrics;
+pub use rows::load_rows;
 pub use train::{RunSummary, train};

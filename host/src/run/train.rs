@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::{Adapter, Lora};
+use blockstreamer_core::device::{memory_stats, set_deterministic};
 use blockstreamer_core::execute::{Executor, Gradients, StepLoss, StepOptions};
 use blockstreamer_core::optimizer::{Optimizer, Parameter, Schedule, by_name, clip_gradient_norm};
 use blockstreamer_core::stream::{Readback, StreamStats};
@@ -12,9 +13,10 @@ use blockstreamer_core::stream::{Readback, StreamStats};
 use super::checkpoint::{self, Checkpoint};
 use super::metrics::{MetricsFile, StepMetrics};
 use super::progress::Progress;
+use super::rows::load_rows;
 use super::{RunConfig, RunFolder};
-use crate::data::{BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Tokenizer};
-use crate::engine::{OpenModel, device, executor_options};
+use crate::data::{BatchOptions, Batches, DatasetOptions};
+use crate::engine::{OpenModel, Precision, device, executor_options};
 use crate::plugins::Registry;
 
 /// What a run came to.
@@ -28,6 +30,8 @@ pub struct RunSummary {
     pub steps: u64,
     /// Totals of the streaming engine.
     pub stats: StreamStats,
+    /// Most device memory that libtorch had handed out at one time, on CUDA.
+    pub peak_device_bytes: Option<usize>,
     /// The finished adapter.
     pub adapter: PathBuf,
 }
@@ -36,7 +40,7 @@ pub struct RunSummary {
 struct Launched {
     step: u64,
     loss: StepLoss,
-    grad_norm: Option<Readback>,
+    grad_norm: Readback,
     learning_rate: f64,
     read_bytes: u64,
     h2d_bytes: u64,
@@ -48,14 +52,32 @@ struct Launched {
 /// Whatever is wrong with settings, model, rows, files or device. What was saved before stays whole.
 pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<RunSummary> {
     let device = device(&config.device)?;
+    if config.dtype == Precision::Fp16 {
+        bail!("training in fp16 needs loss scaling, which is not there: use dtype = \"bf16\"");
+    }
+    // Kernels that add in one fixed order: a resumed run then repeats the bits of an uninterrupted one.
+    set_deterministic(true)?;
     let folder = RunFolder::open(&config.out, resume)?;
     let open = OpenModel::open(registry, &config.model)?;
-    let mut batches = load_rows(config, &open)?;
+    let rows =
+        DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
+    let order = BatchOptions {
+        batch_size: config.batch_size,
+        micro_batches: config.micro_batches,
+        seed: config.seed,
+        shuffle: config.data.shuffle,
+    };
+    let mut batches = load_rows(&open, &config.data.path, rows, order)?;
     let total_steps = config.steps.unwrap_or_else(|| batches.num_steps(config.epochs));
 
     let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
     if saved.is_some() {
         folder.check_resumable(config)?;
+    } else if resume {
+        tracing::warn!(
+            "{} has no checkpoint yet: the run starts at its first step",
+            config.out.display()
+        );
     }
     let sites = open.model.sites()?;
     let adapter: Box<dyn Adapter> = match &saved {
@@ -93,6 +115,7 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         metrics: MetricsFile::open(&folder.metrics(), completed_steps)?,
         progress: Progress::new(completed_steps, total_steps),
         last_read: Instant::now(),
+        counted: StreamStats::default(),
         first_loss: None,
         last_loss: f64::NAN,
     };
@@ -101,38 +124,15 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
     drop(run);
     adapter_of(&executor)?.export(&folder.adapter(), &base_model.to_string_lossy())?;
     let stats = executor.stats()?;
-    Ok(RunSummary { first_loss, last_loss, steps: total_steps, stats, adapter: folder.adapter() })
-}
-
-/// The rows of a run as batches, checked against the model's vocabulary.
-fn load_rows(config: &RunConfig, open: &OpenModel) -> Result<Batches> {
-    let tokenizer = Tokenizer::load(&open.directory)?;
-    let dimensions = open.model.dimensions();
-    if config.sequence_length > dimensions.max_position_embeddings {
-        bail!(
-            "sequence_length {} is more than the {} positions of this model",
-            config.sequence_length,
-            dimensions.max_position_embeddings
-        );
-    }
-    let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
-    let options =
-        DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
-    let dataset = Dataset::load(&config.data.path, &tokenizer, template.as_ref(), options)?;
-    if dataset.num_skipped > 0 || dataset.num_truncated > 0 {
-        tracing::warn!(
-            skipped = dataset.num_skipped,
-            truncated = dataset.num_truncated,
-            "rows were too long"
-        );
-    }
-    let options = BatchOptions {
-        batch_size: config.batch_size,
-        micro_batches: config.micro_batches,
-        seed: config.seed,
-        shuffle: config.data.shuffle,
-    };
-    Ok(Batches::new(dataset, tokenizer.pad_id(), options)?)
+    let peak_device_bytes = if device.is_cuda() { Some(memory_stats(device)?.1) } else { None };
+    Ok(RunSummary {
+        first_loss,
+        last_loss,
+        steps: total_steps,
+        stats,
+        peak_device_bytes,
+        adapter: folder.adapter(),
+    })
 }
 
 fn adapter_of(executor: &Executor) -> Result<&dyn Adapter> {
@@ -147,6 +147,8 @@ struct Run<'a> {
     metrics: MetricsFile,
     progress: Progress,
     last_read: Instant,
+    /// Totals that are in the metrics of some step.
+    counted: StreamStats,
     first_loss: Option<f64>,
     last_loss: f64,
 }
@@ -204,7 +206,6 @@ impl Run<'_> {
         another_follows: bool,
     ) -> Result<Launched> {
         let rows = batches.step(step)?;
-        let before = self.executor.stats()?;
         let mut sink = Gradients::new();
         let loss = self.executor.train_step(
             &rows.batches,
@@ -216,14 +217,13 @@ impl Run<'_> {
             .of(trainables)
             .map(|(trainable, gradient)| (trainable, gradient.shallow_clone()))
             .unzip();
-        let max_norm = self.config.optimizer.max_grad_norm;
-        let grad_norm = match max_norm > 0.0 {
-            true => {
-                let norm = clip_gradient_norm(&gradients, max_norm)?;
-                Some(self.executor.stream().read_back(&norm)?)
-            }
-            false => None,
+        // 0 means no clipping; the norm is measured all the same.
+        let max_norm = match self.config.optimizer.max_grad_norm {
+            0.0 => f64::INFINITY,
+            max_norm => max_norm,
         };
+        let norm = clip_gradient_norm(&gradients, max_norm)?;
+        let grad_norm = self.executor.stream().read_back(&norm)?;
         let parameters: Vec<Parameter<'_>> = named
             .iter()
             .zip(&gradients)
@@ -235,6 +235,7 @@ impl Run<'_> {
             .collect();
         optimizer.step(&parameters, learning_rate)?;
         let after = self.executor.stats()?;
+        let before = std::mem::replace(&mut self.counted, after);
         Ok(Launched {
             step,
             loss,
@@ -248,15 +249,15 @@ impl Run<'_> {
     fn finish(&mut self, launched: Launched) -> Result<()> {
         let loss = self.executor.loss_value(&launched.loss)?;
         let step = launched.step + 1;
-        if !loss.is_finite() {
+        let grad_norm = self.executor.stream().value(&launched.grad_norm)?;
+        if !loss.is_finite() || !grad_norm.is_finite() {
             bail!(
-                "the loss of step {step} is {loss}: lower learning_rate, or search the weights with \
-                 --set stream.check_finite=true; earlier checkpoints are in {}",
+                "the loss of step {step} is {loss} and its gradient norm {grad_norm}: lower \
+                 learning_rate, or search the weights with --set stream.check_finite=true; earlier \
+                 checkpoints are in {}",
                 self.folder.checkpoints().display()
             );
         }
-        let stream = self.executor.stream();
-        let grad_norm = launched.grad_norm.map(|norm| stream.value(&norm)).transpose()?;
         let metrics = StepMetrics {
             step,
             loss,

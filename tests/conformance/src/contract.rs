@@ -123,7 +123,7 @@ fn check_tiny(
         "",
     ));
 
-    let shape = LoraShape { rank: 4, alpha: 8.0, ..LoraShape::default() };
+    let shape = LoraShape { rank: 4, alpha: 8.0, dropout: 0.1, ..LoraShape::default() };
     let lora = Lora::new(
         &model.sites()?,
         &LoraOptions { shape, ..LoraOptions::default() },

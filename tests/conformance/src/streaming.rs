@@ -19,7 +19,7 @@ use crate::{Options, Result};
 /// What one configuration computes.
 struct Outcome {
     logits: Tensor,
-    loss: f64,
+    losses: Vec<f64>,
     gradients: Vec<Option<Tensor>>,
 }
 
@@ -68,22 +68,28 @@ pub(crate) fn check_identical(
     Ok(())
 }
 
+/// Two steps of two micro-batches, the second announced while the first runs.
 fn outcome(executor: &Executor, batch: &Batch) -> Result<Outcome> {
     let logits = executor.logits(batch, &mut |_, _| Ok(()))?;
+    let steps = [batch.clone(), batch.clone()];
     let mut sums = Gradients::new();
-    let loss =
-        executor.train_step(std::slice::from_ref(batch), StepOptions::default(), &mut sums)?;
+    let first = StepOptions { step: 0, another_follows: true };
+    let losses = [
+        executor.train_step(&steps, first, &mut sums)?,
+        executor.train_step(&steps, StepOptions { step: 1, another_follows: false }, &mut sums)?,
+    ];
+    let losses = losses.iter().map(|loss| executor.loss_value(loss)).collect::<Result<_>>()?;
     let num_trainables = executor.adapter().map_or(0, |adapter| adapter.trainables().len());
     let gradients =
         (0..num_trainables).map(|index| sums.get(index).map(Tensor::shallow_clone)).collect();
-    Ok(Outcome { logits, loss: executor.loss_value(&loss)?, gradients })
+    Ok(Outcome { logits, losses, gradients })
 }
 
 fn differs(a: &Outcome, b: &Outcome) -> Result<Option<&'static str>> {
     if !identical(&a.logits, &b.logits)? {
         return Ok(Some("logits"));
     }
-    if a.loss.to_bits() != b.loss.to_bits() {
+    if a.losses.iter().zip(&b.losses).any(|(a, b)| a.to_bits() != b.to_bits()) {
         return Ok(Some("losses"));
     }
     for (a, b) in a.gradients.iter().zip(&b.gradients) {

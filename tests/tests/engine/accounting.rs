@@ -136,7 +136,6 @@ fn a_loss_that_is_fetched_counts_as_bytes_to_the_host() {
     let loss = executor
         .train_step(&[batch(4, 0, 1)], StepOptions::default(), &mut Gradients::new())
         .unwrap();
-    assert_eq!(executor.stats().unwrap().d2h_bytes, 0);
     assert!(executor.loss_value(&loss).unwrap().is_finite());
     assert_eq!(executor.stats().unwrap().d2h_bytes, 4);
     assert_eq!((loss.num_targets, loss.num_tokens), (6, 8));
