@@ -65,7 +65,7 @@ fn a_killed_run_goes_on_where_it_was() {
     child.wait().unwrap();
 
     let whole = |name: &String| name.starts_with("step-");
-    let saved = names(format!("{run}/checkpoints")).into_iter().filter(whole).next_back().unwrap();
+    let saved = names(format!("{run}/checkpoints")).into_iter().rfind(whole).unwrap();
     let done: u64 = saved.trim_start_matches("step-").parse().unwrap();
     let steps = format!("steps={}", done + 2);
     folder.train("killed", &extra(&[&every[..], &["--resume", "--set", &steps]].concat())).ok();
