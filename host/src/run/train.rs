@@ -42,6 +42,7 @@ struct Launched {
     loss: StepLoss,
     grad_norm: Readback,
     learning_rate: f64,
+    seconds: f64,
     read_bytes: u64,
     h2d_bytes: u64,
 }
@@ -114,7 +115,7 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         executor: &executor,
         metrics: MetricsFile::open(&folder.metrics(), completed_steps)?,
         progress: Progress::new(completed_steps, total_steps),
-        last_read: Instant::now(),
+        launched: Instant::now(),
         counted: StreamStats::default(),
         first_loss: None,
         last_loss: f64::NAN,
@@ -146,7 +147,8 @@ struct Run<'a> {
     executor: &'a Executor,
     metrics: MetricsFile,
     progress: Progress,
-    last_read: Instant,
+    /// When the step before was launched.
+    launched: Instant,
     /// Totals that are in the metrics of some step.
     counted: StreamStats,
     first_loss: Option<f64>,
@@ -236,11 +238,15 @@ impl Run<'_> {
         optimizer.step(&parameters, learning_rate)?;
         let after = self.executor.stats()?;
         let before = std::mem::replace(&mut self.counted, after);
+        // The device's queue is short: launching a step returns when the device has nearly done it.
+        let seconds = self.launched.elapsed().as_secs_f64();
+        self.launched = Instant::now();
         Ok(Launched {
             step,
             loss,
             grad_norm,
             learning_rate,
+            seconds,
             read_bytes: after.read_bytes - before.read_bytes,
             h2d_bytes: after.h2d_bytes - before.h2d_bytes,
         })
@@ -264,11 +270,10 @@ impl Run<'_> {
             learning_rate: launched.learning_rate,
             grad_norm,
             tokens: launched.loss.num_tokens,
-            seconds: self.last_read.elapsed().as_secs_f64(),
+            seconds: launched.seconds,
             read_bytes: launched.read_bytes,
             h2d_bytes: launched.h2d_bytes,
         };
-        self.last_read = Instant::now();
         self.first_loss.get_or_insert(loss);
         self.last_loss = loss;
         self.metrics.append(&metrics)?;
