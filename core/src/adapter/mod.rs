@@ -8,7 +8,6 @@ use tch::Tensor;
 use crate::block::BlockIndex;
 use crate::error::Result;
 
-mod folder;
 mod lora;
 mod peft;
 mod random;

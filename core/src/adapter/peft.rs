@@ -1,21 +1,22 @@
 //! LoRA adapters in PEFT's files: `adapter_model.safetensors` and `adapter_config.json`.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
 use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype as FileDtype, TensorView, serialize};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
-use crate::adapter::folder::write_folder;
 use crate::adapter::lora::{Lora, LoraShape, Matrix};
 use crate::adapter::targets::{ModuleRule, compile};
+use crate::checkpoint::atomic::{AtomicDirectory, write_file};
+use crate::checkpoint::write_safetensors;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::site::Site;
+use crate::state::NamedTensors;
 
 const CONFIG_FILE: &str = "adapter_config.json";
 const TENSOR_FILE: &str = "adapter_model.safetensors";
@@ -246,27 +247,31 @@ fn read_matrix(
 }
 
 /// [`Adapter::export`](crate::adapter::Adapter::export).
+///
+/// An earlier adapter there is replaced, but nothing else is: what a user has put beside it stays.
 pub(crate) fn export(lora: &Lora, directory: &Path, base_model: &str) -> Result<()> {
-    let mut images: Vec<(&str, Vec<usize>, Vec<u8>)> = Vec::new();
-    for trainable in lora.trainables() {
-        let tensor = trainable.tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        let shape: Vec<_> = tensor.size().iter().map(|extent| *extent as usize).collect();
-        let mut bytes = vec![0; tensor.numel() * size_of::<f32>()];
-        tensor.f_copy_data_u8(&mut bytes, tensor.numel())?;
-        images.push((&trainable.name, shape, bytes));
+    if let Ok(entries) = std::fs::read_dir(directory) {
+        for entry in entries {
+            let name = entry.map_err(Error::io("list", directory))?.file_name();
+            if name != CONFIG_FILE && name != TENSOR_FILE {
+                let name = name.display();
+                let message =
+                    format!("holds another file, '{name}'; name a new or an empty folder");
+                return Err(Error::file(directory, message));
+            }
+        }
     }
-    let failed = |error| Error::file(directory.join(TENSOR_FILE), format!("{error}"));
-    let views = images
+    let tensors = lora
+        .trainables()
         .iter()
-        .map(|(name, shape, bytes)| {
-            Ok((*name, TensorView::new(FileDtype::F32, shape.clone(), bytes).map_err(failed)?))
-        })
-        .collect::<Result<Vec<_>>>()?;
+        .map(|trainable| Ok((trainable.name.clone(), trainable.tensor.f_detach()?)))
+        .collect::<Result<NamedTensors>>()?;
+    let folder = AtomicDirectory::create(directory, CONFIG_FILE)?;
     // transformers refuses files that do not say which framework's layout they have.
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let tensors = serialize(views, Some(metadata)).map_err(failed)?;
+    write_safetensors(&folder.path().join(TENSOR_FILE), &tensors, &[("format", "pt")])?;
     let config = format!("{:#}\n", config_of(lora, base_model));
-    write_folder(directory, &[(TENSOR_FILE, &tensors), (CONFIG_FILE, config.as_bytes())])
+    write_file(&folder.path().join(CONFIG_FILE), config.as_bytes())?;
+    folder.commit()
 }
 
 /// The configuration with which PEFT adapts exactly the modules of `lora`.

@@ -171,16 +171,7 @@ impl Executor {
         if self.trainables().is_empty() {
             return Err(Error::usage("nothing is trainable: the model has no adapter"));
         }
-        let targets: Vec<Targets> = batches
-            .iter()
-            .map(|batch| Targets::of(batch, self.options.device))
-            .collect::<Result<_>>()?;
-        let num_targets: usize = targets.iter().map(Targets::len).sum();
-        if num_targets == 0 {
-            return Err(Error::usage(
-                "no position of this step takes part in the loss: every label is -100",
-            ));
-        }
+        let (targets, num_targets) = self.targets(batches)?;
         self.schedule_training(options.another_follows)?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
         let pass = self.run_forward(inputs, true, options.step, &mut |_, _, _| Ok(()))?;
@@ -207,15 +198,20 @@ impl Executor {
         self.recover(self.try_evaluate(batches))
     }
 
-    fn try_evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
+    /// The targets of each batch, and how many there are in all.
+    fn targets(&self, batches: &[Batch]) -> Result<(Vec<Targets>, usize)> {
         let targets: Vec<Targets> = batches
             .iter()
             .map(|batch| Targets::of(batch, self.options.device))
             .collect::<Result<_>>()?;
-        let num_targets: usize = targets.iter().map(Targets::len).sum();
-        if num_targets == 0 {
-            return Err(Error::usage("no position takes part in the loss: every label is -100"));
+        match targets.iter().map(Targets::len).sum() {
+            0 => Err(Error::usage("no position takes part in the loss: every label is -100")),
+            num_targets => Ok((targets, num_targets)),
         }
+    }
+
+    fn try_evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
+        let (targets, num_targets) = self.targets(batches)?;
         let pass = self.forward(batches, &mut |_, _, _| Ok(()))?;
         let losses = targets
             .iter()
