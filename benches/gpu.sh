@@ -2,13 +2,13 @@
 # The GPU test suite and measurements, in one call on a machine with a CUDA device and Python with torch,
 # transformers and peft.
 #
-#   benches/gpu.sh BINARIES OUT [phase...]      phases: doctor tiny engine real train
+#   benches/gpu.sh BINARIES OUT [phase...]      phases: doctor tiny engine repeat real train
 #
 # BINARIES holds the stripped `blockstreamer`, the plugins' *.so and the test binary `engine-tests`;
 # OUT receives one log per phase. Exit code 1 when any phase failed.
 set -u
 binaries=$(realpath "$1"); out=$(realpath "$2"); shift 2
-phases=${*:-doctor tiny engine real train}
+phases=${*:-doctor tiny engine repeat real train}
 cd "$(dirname "$0")/.."
 torch=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -54,15 +54,38 @@ real() {
     return $ok
 }
 
-# Seconds per step of the 8B shape, LoRA r8 on q,k,v,o of the top half, one row of TOKENS tokens.
-train() {
-    local model="$work/8b" tokens tier
-    [ -e "$model/config.json" ] || { time "$bs" synth qwen3-vl:8b --out "$model" || return 1; }
+# Two equal runs, and one that is resumed half way, give the same adapter bit for bit, dropout included.
+repeat() {
+    local model="$work/8b-2" run
+    "$bs" synth qwen3-vl:8b --layers 2 --out "$model" || return 1
+    rows
+    repeated() { # folder, steps, extra
+        "$bs" train --model "$model" --data "$work/rows.jsonl" --out "$work/$1" --set steps=$2 \
+            --set sequence_length=1024 --set data.overflow=truncate --set micro_batches=2 \
+            --set lora.dropout=0.1 --set device=cuda --set learning_rate=1e-3 "${@:3}"
+    }
+    rm -rf "$work"/repeat-*
+    repeated repeat-a 6 && repeated repeat-b 6 && repeated repeat-c 3 && repeated repeat-c 6 --resume || return 1
+    for run in repeat-b repeat-c; do
+        cmp "$work/repeat-a/adapter/adapter_model.safetensors" "$work/$run/adapter/adapter_model.safetensors" || return 1
+    done
+    echo "the adapters of two equal runs and of a resumed one are the same bytes"
+    rm -rf "$model"
+}
+
+rows() { # one long row
     python3 - "$work" <<'PY'
 import json, sys
 text = open("host/assets/corpus.txt").read()
 open(sys.argv[1] + "/rows.jsonl", "w").write(json.dumps({"text": text * 8}) + "\n")
 PY
+}
+
+# Seconds per step of the 8B shape, LoRA r8 on q,k,v,o of the top half, one row of TOKENS tokens.
+train() {
+    local model="$work/8b" tokens tier
+    [ -e "$model/config.json" ] || { time "$bs" synth qwen3-vl:8b --out "$model" || return 1; }
+    rows
     for tier in ram disk; do
         for tokens in 128 2048; do
             [ $tier = disk ] && { [ $tokens = 2048 ] && continue; sync; echo 3 > /proc/sys/vm/drop_caches; }

@@ -118,7 +118,7 @@ int bs_set_deterministic(int on, const ErrorBuffer* error) {
   return guarded(error, [&] {
     // cuBLAS reads it when its first handle is made. What the user has set stays.
     if (on != 0) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
-    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/true);
+    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/false);
     // cuDNN's attention has no fixed order; libtorch's own kernels have one.
     at::globalContext().setSDPUseCuDNN(on == 0);
     // Filling every new tensor would cost a pass over memory and changes nothing that is used.
