@@ -3,13 +3,20 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <vector>
 
 using at::Tensor;
 
@@ -49,6 +56,13 @@ at::Generator seeded_generator(const at::Device& device, uint64_t seed) {
   return generator;
 }
 
+std::vector<Tensor> list(Tensor* const* tensors, size_t count) {
+  std::vector<Tensor> result;
+  result.reserve(count);
+  for (size_t i = 0; i < count; i++) result.push_back(*tensors[i]);
+  return result;
+}
+
 c10::DeviceAllocator* device_allocator(int device_type) {
   at::globalContext().lazyInitDevice(static_cast<c10::DeviceType>(device_type));
   return dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(static_cast<c10::DeviceType>(device_type)));
@@ -62,14 +76,9 @@ extern "C" {
 int bs_grad(Tensor* const* outputs, Tensor* const* grad_outputs, size_t num_outputs, Tensor* const* inputs,
             size_t num_inputs, Tensor** results, const ErrorBuffer* error) {
   return guarded(error, [&] {
-    torch::autograd::variable_list outs, grads, ins;
-    for (size_t i = 0; i < num_outputs; i++) {
-      outs.push_back(*outputs[i]);
-      grads.push_back(*grad_outputs[i]);
-    }
-    for (size_t i = 0; i < num_inputs; i++) ins.push_back(*inputs[i]);
-    auto gradients = torch::autograd::grad(outs, ins, grads, /*retain_graph=*/false, /*create_graph=*/false,
-                                           /*allow_unused=*/true);
+    auto gradients = torch::autograd::grad(list(outputs, num_outputs), list(inputs, num_inputs),
+                                           list(grad_outputs, num_outputs), /*retain_graph=*/false,
+                                           /*create_graph=*/false, /*allow_unused=*/true);
     for (size_t i = 0; i < num_inputs; i++)
       results[i] = gradients[i].defined() ? new Tensor(gradients[i]) : nullptr;
   });
@@ -93,18 +102,86 @@ int bs_upload(const Tensor* host, int device_type, int index, Tensor** result, c
   });
 }
 
-// Bytes that libtorch's caching allocator has handed out on a device: now, and at most since the last reset.
+// Host memory as a tensor of bytes that a device reads over the link: `data` is its address there. `owner` is
+// handed to `release` when the last tensor over it goes, or at once when the call fails.
+int bs_tensor_over(void* data, int64_t num_bytes, int device_type, int index, void* owner, void (*release)(void*),
+                   Tensor** result, const ErrorBuffer* error) {
+  std::unique_ptr<void, void (*)(void*)> held(owner, release);
+  return guarded(error, [&] {
+    at::Device device(static_cast<c10::DeviceType>(device_type), static_cast<c10::DeviceIndex>(index));
+    at::globalContext().lazyInitDevice(device.type());
+    // libtorch would ask the driver where the pointer belongs, and take it for the host's.
+    auto bytes = at::for_blob(data, num_bytes)
+                     .context(held.release(), release)
+                     .options(at::TensorOptions().dtype(at::kByte).device(device))
+                     .target_device(device)
+                     .make_tensor();
+    *result = new Tensor(std::move(bytes));
+  });
+}
+
+// Whether nothing else refers to a tensor or its memory, and it is laid out without gaps: it may then be
+// changed in place.
+int bs_is_sole_owner(const Tensor* tensor, int* result, const ErrorBuffer* error) {
+  return guarded(error, [&] {
+    *result = tensor->use_count() == 1 && tensor->storage().use_count() == 1 && tensor->is_contiguous();
+  });
+}
+
+// Euclidean norms, one scalar per tensor.
+int bs_foreach_norm(Tensor* const* tensors, size_t count, Tensor** results, const ErrorBuffer* error) {
+  return guarded(error, [&] {
+    auto norms = at::_foreach_norm(list(tensors, count), 2);
+    for (size_t i = 0; i < count; i++) results[i] = new Tensor(norms[i]);
+  });
+}
+
+// Multiplies every tensor in place by a scalar on the same device.
+int bs_foreach_mul(Tensor* const* tensors, size_t count, const Tensor* factor, const ErrorBuffer* error) {
+  return guarded(error, [&] { at::_foreach_mul_(list(tensors, count), *factor); });
+}
+
+struct AdamStep {
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double weight_decay;
+  double eps;
+  int decoupled;
+};
+
+// One step of Adam, or AdamW when decoupled, over tensors that have all taken as many steps as `num_steps` says.
+int bs_fused_adam(Tensor* const* values, Tensor* const* gradients, Tensor* const* means, Tensor* const* squares,
+                  size_t count, const Tensor* num_steps, const AdamStep* step, const ErrorBuffer* error) {
+  return guarded(error, [&] {
+    std::vector<Tensor> steps(count, *num_steps);
+    auto fused = [&](auto&& run) {
+      run(list(values, count), list(gradients, count), list(means, count), list(squares, count),
+          std::vector<Tensor>{}, steps, step->learning_rate, step->beta1, step->beta2, step->weight_decay,
+          step->eps, /*amsgrad=*/false, /*maximize=*/false, std::nullopt, std::nullopt);
+    };
+    if (step->decoupled != 0) {
+      fused([](auto&&... arguments) { at::_fused_adamw_(arguments...); });
+    } else {
+      fused([](auto&&... arguments) { at::_fused_adam_(arguments...); });
+    }
+  });
+}
+
+// Bytes that libtorch's caching allocator has handed out on a device: now, and at most so far.
 int bs_memory_stats(int device_type, int index, int64_t* current_bytes, int64_t* peak_bytes,
-                    const ErrorBuffer* error) {
+                    int64_t* reserved_bytes, const ErrorBuffer* error) {
   return guarded(error, [&] {
     auto* allocator = device_allocator(device_type);
     TORCH_CHECK(allocator != nullptr, "this device keeps no memory statistics");
     auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index));
     *current_bytes = stats.allocated_bytes[0].current;
     *peak_bytes = stats.allocated_bytes[0].peak;
+    *reserved_bytes = stats.reserved_bytes[0].current;
   });
 }
 
+// The peak of bs_memory_stats starts anew.
 int bs_reset_peak_memory(int device_type, int index, const ErrorBuffer* error) {
   return guarded(error, [&] {
     auto* allocator = device_allocator(device_type);
@@ -116,8 +193,8 @@ int bs_reset_peak_memory(int device_type, int index, const ErrorBuffer* error) {
 // Kernels with one fixed order of additions, where libtorch has them.
 int bs_set_deterministic(int on, const ErrorBuffer* error) {
   return guarded(error, [&] {
-    // cuBLAS reads it when its first handle is made. What the user has set stays.
-    if (on != 0) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+    // CUBLAS_WORKSPACE_CONFIG stays unset: libtorch gives cuBLAS a workspace of its own, which fixes the
+    // order on one stream, and parses the variable anew, with a regular expression, at every product.
     at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/false);
     // cuDNN's attention has no fixed order; libtorch's own kernels have one.
     at::globalContext().setSDPUseCuDNN(on == 0);

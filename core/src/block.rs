@@ -31,6 +31,19 @@ pub enum Placement {
     Streamed,
     /// Stays for the whole run.
     Resident,
+    /// Tables whose rows are looked up and nothing else: stays on the device when there is room, else
+    /// in pinned host memory, from which the device gathers the rows that a batch names.
+    Gathered,
+    /// Used once per pass, after the last streamed block: stays on the device when there is room, else
+    /// it is visited at the turn-around like a streamed block.
+    Head,
+}
+
+impl Placement {
+    /// Whether blocks of this placement come first and are visited in the order of a forward pass.
+    pub fn is_streamed(self) -> bool {
+        self == Self::Streamed
+    }
 }
 
 /// One tensor of a block, where it lies in the block's image.

@@ -41,7 +41,9 @@ pub trait Scope {
     fn linear(&self, site: &str, x: &Tensor) -> Result<Tensor>;
 
     /// Rows of the embedding `{site}.weight` `[num_embeddings, hidden_size]` for `ids` (Int64, any
-    /// shape), in the compute dtype: `[ids.., hidden_size]`.
+    /// shape), in the compute dtype: `[ids.., hidden_size]`. A table of a
+    /// [`Placement::Gathered`](crate::block::Placement::Gathered) block may lie in host memory, where no
+    /// other method finds it.
     ///
     /// # Errors
     /// [`Error::Tensor`](crate::Error::Tensor) when there is no such weight.

@@ -117,6 +117,21 @@ impl WeightTable {
         self
     }
 
+    /// Adds tables of which only rows are looked up, by [`Scope::embedding`](crate::scope::Scope::embedding).
+    #[must_use]
+    pub fn gathered(mut self, name: &str, rows: &[Row<'_>]) -> Self {
+        self.push(name, Placement::Gathered, None, rows);
+        self
+    }
+
+    /// Adds what only [`Model::final_hidden`](crate::family::Model::final_hidden) and
+    /// [`Model::logits`](crate::family::Model::logits) use. At most one block.
+    #[must_use]
+    pub fn head(mut self, name: &str, rows: &[Row<'_>]) -> Self {
+        self.push(name, Placement::Head, None, rows);
+        self
+    }
+
     /// Adds one block.
     pub fn push(
         &mut self,

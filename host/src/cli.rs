@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::BenchCommand;
 use crate::engine::{Precision, Tier};
 use crate::size::Size;
 
@@ -30,12 +31,17 @@ pub enum Command {
     },
     /// Write a random checkpoint in the published layout, with a tokenizer
     Synth(SynthArgs),
+    /// What would be where during a training run, and how long a step would take
+    Plan(PlanArgs),
     /// Write a model as aligned, checksummed block files
     Shard(ShardArgs),
     /// Train a LoRA adapter
     Train(TrainArgs),
     /// Loss and perplexity of a model on rows
     Eval(EvalArgs),
+    /// Measure streaming and training beside what the hardware allows
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Check a model family, or a plugin file
     Conformance(ConformanceArgs),
     /// What this machine offers: device, libtorch, link and disk speed, memory, plugins
@@ -68,12 +74,47 @@ pub struct SynthArgs {
     pub max_file: Size,
 }
 
+/// What is trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Mode {
+    /// A LoRA adapter on all linears
+    #[default]
+    Lora,
+    /// All weights
+    Full,
+}
+
+/// `plan`
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// Folder of the model
+    pub model: PathBuf,
+    /// Device memory that may be used; what is free if not given. Without a GPU: that of the GPU to plan for
+    #[arg(long, value_name = "SIZE")]
+    pub vram: Option<Size>,
+    /// Host memory that may be used; what the system leaves if not given
+    #[arg(long, value_name = "SIZE")]
+    pub ram: Option<Size>,
+    /// What is trained
+    #[arg(long, value_enum, default_value_t = Mode::Lora)]
+    pub mode: Mode,
+    /// Tokens of one optimizer step
+    #[arg(long, default_value_t = 2048)]
+    pub tokens: usize,
+    /// Share of the layers, from the top, that is trained
+    #[arg(long, default_value_t = 1.0)]
+    pub top_fraction: f64,
+    /// Print one JSON document
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `shard`
 #[derive(Debug, Args)]
 pub struct ShardArgs {
     /// Folder of the model
     pub model: PathBuf,
-    /// Folders to write, separated by commas; blocks are dealt round over them
+    /// Folders to write, separated by commas; every block is striped over all of them
     #[arg(long, value_delimiter = ',', required = true)]
     pub out: Vec<PathBuf>,
     /// Check existing shards instead of writing
@@ -98,6 +139,15 @@ pub struct TrainArgs {
     /// Go on from the newest checkpoint
     #[arg(long)]
     pub resume: bool,
+    /// Device memory that may be used; what is free if not given
+    #[arg(long, value_name = "SIZE")]
+    pub vram: Option<Size>,
+    /// Host memory that may be used; what the system leaves if not given
+    #[arg(long, value_name = "SIZE")]
+    pub ram: Option<Size>,
+    /// File for a Chrome trace of the first three steps after the first one
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Change a setting of the run file: lora.rank=8
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
@@ -126,9 +176,15 @@ pub struct EvalArgs {
     /// Compute dtype
     #[arg(long, value_enum, default_value_t = Precision::Auto)]
     pub dtype: Precision,
-    /// Where blocks are taken from
-    #[arg(long, value_enum, default_value_t = Tier::Disk)]
+    /// Where blocks are while they are not in use
+    #[arg(long, value_enum, default_value_t = Tier::Auto)]
     pub tier: Tier,
+    /// Device memory that may be used; what is free if not given
+    #[arg(long, value_name = "SIZE")]
+    pub vram: Option<Size>,
+    /// Host memory that may be used; what the system leaves if not given
+    #[arg(long, value_name = "SIZE")]
+    pub ram: Option<Size>,
     /// Blocks on the device beyond the one in use
     #[arg(long, default_value_t = 2)]
     pub prefetch_ahead: usize,

@@ -3,6 +3,7 @@
 //! It knows no model family by name. All process-wide state (subscribers, progress bars, thread pools)
 //! lives here, never in core or in a plugin.
 
+pub mod bench;
 pub mod cli;
 pub mod commands;
 pub mod data;
@@ -10,3 +11,4 @@ pub mod engine;
 pub mod plugins;
 pub mod run;
 pub mod size;
+pub mod trace;

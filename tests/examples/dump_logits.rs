@@ -10,9 +10,9 @@ use std::path::Path;
 use blockstreamer_core::adapter::Lora;
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::checkpoint::write_safetensors;
-use blockstreamer_core::execute::Executor;
+use blockstreamer_core::execute::{Executor, ExecutorOptions};
 use blockstreamer_core::state::NamedTensors;
-use blockstreamer_host::engine::{OpenModel, Precision, StreamConfig, executor_options};
+use blockstreamer_host::engine::{OpenModel, StreamConfig};
 use blockstreamer_host::plugins::Registry;
 use tch::{Device, Kind, Tensor};
 
@@ -28,9 +28,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ids = ids.f_mul_scalar(37)?.f_remainder(num_ids)?.f_view([2, 24])?;
 
     let stream = StreamConfig::default();
-    let source = open.source(&stream, Device::Cpu)?;
+    let source = open.source(&stream)?;
     let adapter = Lora::import(Path::new(adapter), &open.model.sites()?, Device::Cpu)?;
-    let options = executor_options(Device::Cpu, Precision::Fp32, &stream, 0)?;
+    let options = ExecutorOptions::new(Device::Cpu, Kind::Float);
     let executor = Executor::new(open.model, source, Some(Box::new(adapter)), options)?;
     let logits = executor.logits(&Batch::new(ids.shallow_clone()), &mut |_, _| Ok(()))?;
 

@@ -1,7 +1,5 @@
 //! The arithmetic that streaming must not change: everything in memory, one graph through all blocks.
 
-use std::collections::BTreeMap;
-
 use blockstreamer_core::Result;
 use blockstreamer_core::adapter::Adapter;
 use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
@@ -44,11 +42,11 @@ impl<'a> AllResident<'a> {
                 .collect();
             match placement {
                 Placement::Streamed => blocks.push(tensors),
-                Placement::Resident => {
-                    let names = tensors.iter().map(|(name, _)| name.to_owned());
-                    residents.blocks =
-                        names.map(|name| (name, BlockIndex(index))).collect::<BTreeMap<_, _>>();
-                    residents.tensors = tensors;
+                Placement::Resident | Placement::Gathered | Placement::Head => {
+                    for (name, tensor) in tensors.iter() {
+                        residents.tensors.insert(name, tensor.shallow_clone());
+                        residents.blocks.insert(name.to_owned(), BlockIndex(index));
+                    }
                 }
             }
         }

@@ -192,7 +192,7 @@ impl Model for ToyModel {
     }
 
     fn logits(&self, scope: &dyn Scope, hidden: &Tensor) -> Result<Tensor> {
-        scope.linear("embed", hidden)
+        scope.linear("head", hidden)
     }
 }
 
@@ -205,16 +205,19 @@ pub fn wave(shape: &[i64], seed: f64) -> Tensor {
 /// Name, placement and named tensors of a block.
 pub type Block = (&'static str, Placement, Vec<(&'static str, Tensor)>);
 
-/// The blocks of a toy model, residents last, for `RamSource::from_tensors`.
+/// The blocks of a toy model for `RamSource::from_tensors`: the streamed ones, then the head, so that its
+/// index is the number of streamed blocks, then the table to gather from and a resident.
 pub fn blocks_of(model: &ToyModel) -> Vec<Block> {
     let streamed = model.parts.iter().enumerate();
     let streamed = streamed
         .map(|(block, part)| (BLOCK_NAMES[block], Placement::Streamed, part.tensors(block)));
-    let resident = vec![
-        ("embed.weight", wave(&[VOCAB_SIZE, HIDDEN_SIZE], 3.0)),
-        ("final_norm", wave(&[HIDDEN_SIZE], 4.0)),
+    let table = |seed| wave(&[VOCAB_SIZE, HIDDEN_SIZE], seed);
+    let others = [
+        ("head", Placement::Head, vec![("head.weight", table(3.0))]),
+        ("embedding", Placement::Gathered, vec![("embed.weight", table(5.0))]),
+        ("norm", Placement::Resident, vec![("final_norm", wave(&[HIDDEN_SIZE], 4.0))]),
     ];
-    streamed.chain([("resident", Placement::Resident, resident)]).collect()
+    streamed.chain(others).collect()
 }
 
 /// An adapter for tests: `output * scale + dropout(output)` at chosen sites, with scales of their own, shared

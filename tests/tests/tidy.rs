@@ -90,7 +90,17 @@ fn the_command_line_is_the_one_agreed_on() {
     let mut command = Cli::command();
     command.build();
     let mut found = Vec::new();
-    for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
+    let listed = |command: &clap::Command| -> Vec<clap::Command> {
+        let subs = command.get_subcommands().filter(|sub| sub.get_name() != "help");
+        subs.cloned().collect()
+    };
+    let subs = listed(&command).into_iter().flat_map(|sub| match &*listed(&sub) {
+        [] => vec![(sub.get_name().to_owned(), sub)],
+        inner => (inner.iter())
+            .map(|inner| (format!("{} {}", sub.get_name(), inner.get_name()), inner.clone()))
+            .collect(),
+    });
+    for (name, sub) in subs {
         let mut words: Vec<_> = sub
             .get_arguments()
             .map(|argument| match argument.get_long() {
@@ -100,17 +110,22 @@ fn the_command_line_is_the_one_agreed_on() {
             .filter(|word| !["--help", "--version", "--plugin-dir"].contains(&word.as_str()))
             .collect();
         words.sort();
-        found.push(format!("{} {}", sub.get_name(), words.join(" ")));
+        found.push(format!("{name} {}", words.join(" ")));
     }
     assert_eq!(
         found,
         [
             "families --json",
             "synth --layers --max-file --out --seed MODEL",
+            "plan --json --mode --ram --tokens --top-fraction --vram MODEL",
             "shard --out --verify MODEL",
-            "train --data --model --out --resume --set CONFIG",
+            "train --data --model --out --ram --resume --set --trace --vram CONFIG",
             "eval --adapter --batch-size --data --device --dtype --json --prefetch-ahead \
-             --sequence-length --tier MODEL",
+             --ram --sequence-length --tier --vram MODEL",
+            "bench stream --block-size --blocks --chunk --device --dir --json --num-chunks --passes \
+             --prefetch-ahead --queue-depth --read --tier",
+            "bench step --cold --device --dtype --json --layers --prefetch-ahead --ram --rank --steps \
+             --target-modules --tier --tokens --top-fraction --trace --vram --warmup --work-dir MODEL",
             "conformance --device --dtype --golden --json FAMILY",
             "doctor --json --path",
         ]

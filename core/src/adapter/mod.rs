@@ -23,8 +23,8 @@ pub use targets::{LayerRule, ModuleRule, select};
 pub struct Trainable {
     /// Unique name; for PEFT adapters the key in `adapter_model.safetensors`.
     pub name: String,
-    /// The blocks whose forward reads it. More than one when blocks share it. A resident block stands for
-    /// the head: its linears get gradients where `final_hidden` and `logits` use them.
+    /// The blocks whose forward reads it. More than one when blocks share it. A block that is not
+    /// streamed stands for the head: its linears get gradients where `final_hidden` and `logits` use them.
     pub blocks: Vec<BlockIndex>,
     /// The fp32 master: a leaf on the engine's device that requires gradients.
     pub tensor: Tensor,

@@ -102,7 +102,9 @@ pub(crate) fn check_streamed_first<'a>(
     let mut resident = None;
     for (name, placement) in blocks {
         match (placement, resident) {
-            (Placement::Resident, _) => resident = Some(name),
+            (Placement::Resident | Placement::Gathered | Placement::Head, _) => {
+                resident = Some(name)
+            }
             (Placement::Streamed, None) => {}
             (Placement::Streamed, Some(before)) => {
                 return Err(Error::usage(format!(

@@ -18,6 +18,15 @@ pub enum Event {
     Cuda(CudaTimestamp),
 }
 
+/// One run of bytes from host memory to the device.
+#[derive(Debug, Clone, Copy)]
+pub struct CopyPiece<'a> {
+    /// The bytes.
+    pub source: &'a [u8],
+    /// Their address on the device.
+    pub destination: usize,
+}
+
 /// Copies host memory to one device on a stream of their own, and orders them against the compute
 /// stream with events. No method but [`CopyEngine::synchronize`] waits for the device.
 ///
@@ -29,19 +38,18 @@ pub trait CopyEngine: Send + Sync + fmt::Debug {
     /// Whether device memory is host memory, so that a reader may fill it without a copy.
     fn is_host_memory(&self) -> bool;
 
-    /// Starts copying `source` to the device address `destination` once `after` has happened on the
-    /// compute stream. Returns start and end of the copy.
+    /// Starts copying `pieces`, in order, once `after` has happened on the compute stream. Returns the
+    /// start of the first and the end of the last.
     ///
     /// # Safety
-    /// `destination` must be valid for `source.len()` bytes on the device, and `source` must stay
+    /// Every destination must be valid for its piece's bytes on the device, and the sources must stay
     /// alive and unchanged until the end event has happened.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when the driver refuses.
+    /// [`Error::Cuda`] when the driver refuses; some pieces may be on their way then.
     unsafe fn copy(
         &self,
-        source: &[u8],
-        destination: usize,
+        pieces: &[CopyPiece<'_>],
         after: Option<&Event>,
     ) -> Result<(Event, Event)>;
 
@@ -62,6 +70,12 @@ pub trait CopyEngine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Cuda`], also for errors of earlier work on the device.
     fn synchronize(&self, event: &Event) -> Result<()>;
+
+    /// Whether `event` has happened. Does not wait.
+    ///
+    /// # Errors
+    /// As [`CopyEngine::synchronize`].
+    fn has_happened(&self, event: &Event) -> Result<bool>;
 
     /// Milliseconds between two events, or `None` while the later has not happened.
     ///
@@ -117,15 +131,15 @@ impl CopyEngine for HostCopyEngine {
 
     unsafe fn copy(
         &self,
-        source: &[u8],
-        destination: usize,
+        pieces: &[CopyPiece<'_>],
         _after: Option<&Event>,
     ) -> Result<(Event, Event)> {
         let start = Instant::now();
-        // SAFETY: the caller vouches for `destination`; both ranges are distinct allocations.
-        unsafe {
-            std::ptr::copy_nonoverlapping(source.as_ptr(), destination as *mut u8, source.len())
-        };
+        for CopyPiece { source, destination } in pieces {
+            let destination = *destination as *mut u8;
+            // SAFETY: the caller vouches for the destination; both ranges are distinct allocations.
+            unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), destination, source.len()) };
+        }
         Ok((Event::Host(start), Event::Host(Instant::now())))
     }
 
@@ -139,6 +153,10 @@ impl CopyEngine for HostCopyEngine {
 
     fn synchronize(&self, _event: &Event) -> Result<()> {
         Ok(())
+    }
+
+    fn has_happened(&self, _event: &Event) -> Result<bool> {
+        Ok(true)
     }
 
     fn elapsed_ms(&self, start: &Event, end: &Event) -> Result<Option<f64>> {

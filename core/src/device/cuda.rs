@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tch::Device;
 
-use super::copy_engine::{CopyEngine, Event};
+use super::copy_engine::{CopyEngine, CopyPiece, Event};
 use crate::error::{Error, Result};
 
 /// An event on a CUDA stream, with timing.
@@ -116,7 +116,8 @@ impl PageLock {
         let context = context(index)?;
         context.bind_to_thread().map_err(failed("bind the device"))?;
         let address = bytes.as_mut_ptr();
-        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // Mapped, so that kernels can gather from it.
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the range is a live mapping, and its owner drops the lock before unmapping it.
         let locked =
             unsafe { sys::cuMemHostRegister_v2(address.cast(), bytes.len(), flags) }.result();
@@ -133,12 +134,27 @@ impl PageLock {
     }
 }
 
+impl PageLock {
+    /// Where kernels of the device see the range.
+    pub(super) fn device_address(&self) -> Result<usize> {
+        self.context.bind_to_thread().map_err(failed("bind the device"))?;
+        let mut address: sys::CUdeviceptr = 0;
+        // SAFETY: `new` registered this range as mapped memory, and the result outlives the call.
+        unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut address, self.address as *mut _, 0).result()
+        }
+        .map_err(failed("map host memory"))?;
+        Ok(address as usize)
+    }
+}
+
 impl Drop for PageLock {
     fn drop(&mut self) {
-        let bound = self.context.bind_to_thread();
+        // Kernels that read it in place may still be running.
+        let idle = self.context.synchronize();
         // SAFETY: `new` locked this range, and its owner has not unmapped it yet.
-        let released = bound
-            .and_then(|()| unsafe { sys::cuMemHostUnregister(self.address as *mut _) }.result());
+        let released = unsafe { sys::cuMemHostUnregister(self.address as *mut _) }.result();
+        let released = idle.and(released);
         if let Err(error) = released {
             tracing::warn!(%error, "page-locked memory could not be released");
         }
@@ -190,8 +206,7 @@ impl CopyEngine for CudaCopyEngine {
 
     unsafe fn copy(
         &self,
-        source: &[u8],
-        destination: usize,
+        pieces: &[CopyPiece<'_>],
         after: Option<&Event>,
     ) -> Result<(Event, Event)> {
         if let Some(after) = after {
@@ -199,16 +214,13 @@ impl CopyEngine for CudaCopyEngine {
         }
         let start = self.mark(&self.copies)?;
         self.context.bind_to_thread().map_err(failed("bind the device"))?;
-        if !source.is_empty() {
+        for CopyPiece { source, destination } in
+            pieces.iter().filter(|piece| !piece.source.is_empty())
+        {
+            let destination = *destination as sys::CUdeviceptr;
             // SAFETY: the caller vouches for both ranges until the end event has happened.
-            unsafe {
-                result::memcpy_htod_async(
-                    destination as sys::CUdeviceptr,
-                    source,
-                    self.copies.cu_stream(),
-                )
-            }
-            .map_err(failed("copy to the device"))?;
+            unsafe { result::memcpy_htod_async(destination, source, self.copies.cu_stream()) }
+                .map_err(failed("copy to the device"))?;
         }
         let end = self.mark(&self.copies)?;
         Ok((Event::Cuda(CudaTimestamp(start)), Event::Cuda(CudaTimestamp(end))))
@@ -224,6 +236,10 @@ impl CopyEngine for CudaCopyEngine {
 
     fn synchronize(&self, event: &Event) -> Result<()> {
         cuda_event(event)?.synchronize().map_err(failed("wait for the device"))
+    }
+
+    fn has_happened(&self, event: &Event) -> Result<bool> {
+        cuda_event(event)?.try_is_complete().map_err(failed("ask for an event"))
     }
 
     fn elapsed_ms(&self, start: &Event, end: &Event) -> Result<Option<f64>> {

@@ -41,6 +41,10 @@ impl HostBuffer {
             .map_err(Error::io("reserve host memory for", "a buffer"))?;
         // Large pages register faster and cost the copy engine fewer look-ups; a refusal costs nothing.
         let _ = map.advise(memmap2::Advice::HugePage);
+        if device.is_cuda() {
+            // Before the driver locks them: it takes the pages that are there.
+            let _ = map.advise(memmap2::Advice::PopulateWrite);
+        }
         let lock = PageLock::new(&mut map, device)?;
         Ok(Self { lock, map: Some(map), pinned: device.is_cuda() })
     }
@@ -53,6 +57,14 @@ impl HostBuffer {
     /// Its bytes, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.map.as_deref_mut().unwrap_or(&mut [])
+    }
+
+    /// Where kernels of the device that it was made for see the first byte.
+    pub(super) fn device_address(&self) -> Result<usize> {
+        match &self.lock {
+            Some(lock) => lock.device_address(),
+            None => Ok(self.bytes().as_ptr() as usize),
+        }
     }
 
     /// Whether a CUDA copy engine may read it in place.

@@ -1,14 +1,16 @@
 //! Calls into the C++ shim: what libtorch offers and tch does not.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Arc;
 
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
+use super::HostBuffer;
 use crate::error::{Error, Result};
 
 #[repr(C)]
-struct ErrorBuffer {
+pub(super) struct ErrorBuffer {
     text: *mut c_char,
     num_bytes: usize,
 }
@@ -37,11 +39,27 @@ unsafe extern "C" {
         result: *mut *mut C_tensor,
         error: *const ErrorBuffer,
     ) -> c_int;
+    fn bs_tensor_over(
+        data: *mut c_void,
+        num_bytes: i64,
+        device_type: c_int,
+        index: c_int,
+        owner: *mut c_void,
+        release: unsafe extern "C" fn(*mut c_void),
+        result: *mut *mut C_tensor,
+        error: *const ErrorBuffer,
+    ) -> c_int;
+    fn bs_is_sole_owner(
+        tensor: *const C_tensor,
+        result: *mut c_int,
+        error: *const ErrorBuffer,
+    ) -> c_int;
     fn bs_memory_stats(
         device_type: c_int,
         index: c_int,
         current_bytes: *mut i64,
         peak_bytes: *mut i64,
+        reserved_bytes: *mut i64,
         error: *const ErrorBuffer,
     ) -> c_int;
     fn bs_reset_peak_memory(device_type: c_int, index: c_int, error: *const ErrorBuffer) -> c_int;
@@ -49,7 +67,7 @@ unsafe extern "C" {
 }
 
 /// Runs a shim call with a buffer for its message.
-fn checked(call: impl FnOnce(*const ErrorBuffer) -> c_int) -> Result<()> {
+pub(super) fn checked(call: impl FnOnce(*const ErrorBuffer) -> c_int) -> Result<()> {
     let mut text = [0 as c_char; 2048];
     let buffer = ErrorBuffer { text: text.as_mut_ptr(), num_bytes: text.len() };
     if call(&buffer) == 0 {
@@ -61,6 +79,10 @@ fn checked(call: impl FnOnce(*const ErrorBuffer) -> c_int) -> Result<()> {
         true => Err(Error::OutOfMemory { action: "computing".into(), message }),
         false => Err(Error::Torch { message }),
     }
+}
+
+pub(super) fn pointers(tensors: &[&Tensor]) -> Vec<*const C_tensor> {
+    tensors.iter().map(|tensor| tensor.as_ptr()).collect()
 }
 
 /// The vector-Jacobian product: gradients of `inputs` when the gradients of `outputs` are
@@ -83,8 +105,6 @@ pub fn grad(
     if outputs.is_empty() {
         return Ok(inputs.iter().map(|_| None).collect());
     }
-    let pointers =
-        |tensors: &[&Tensor]| tensors.iter().map(|tensor| tensor.as_ptr()).collect::<Vec<_>>();
     let (outputs, grad_outputs, inputs) =
         (pointers(outputs), pointers(grad_outputs), pointers(inputs));
     let mut results = vec![std::ptr::null_mut(); inputs.len()];
@@ -153,18 +173,90 @@ pub fn upload(host: &Tensor, device: Device) -> Result<Tensor> {
     Ok(unsafe { Tensor::from_ptr(result) })
 }
 
-/// Bytes in use and at most in use since [`reset_peak_memory`], of libtorch's allocator on `device`.
+/// The bytes of a host buffer as a tensor (uint8) that kernels of `device` read over the link, a row at a
+/// time if that is all they ask for. On the CPU it is the memory itself. `None` when `buffer` finds none.
+///
+/// The buffer is one that `owner` keeps as long as it lives; the tensor keeps `owner` alive. Nobody may
+/// write to the tensor.
+///
+/// # Errors
+/// [`Error::Cuda`] when the device cannot see the memory, [`Error::Torch`] when libtorch refuses.
+pub(crate) fn tensor_over<O: Send + Sync + ?Sized + 'static>(
+    owner: &Arc<O>,
+    buffer: impl FnOnce(&O) -> Option<&HostBuffer>,
+    device: Device,
+) -> Result<Option<Tensor>> {
+    unsafe extern "C" fn release<O: ?Sized>(owner: *mut c_void) {
+        // SAFETY: the pointer is the one that `tensor_over` gave away, and comes back once.
+        drop(unsafe { Box::from_raw(owner.cast::<Arc<O>>()) });
+    }
+    let Some(buffer) = buffer(owner) else { return Ok(None) };
+    let (address, num_bytes) = (buffer.device_address()?, buffer.bytes().len() as i64);
+    // c10::DeviceType::CPU is 0, and has no index.
+    let (kind, index) = if device == Device::Cpu { (0, -1) } else { device_numbers(device)? };
+    let owner = Box::into_raw(Box::new(Arc::clone(owner)));
+    let mut result = std::ptr::null_mut();
+    checked(|error| {
+        // SAFETY: the buffer borrows from what `owner` points to, so it stays while a clone of the `Arc`
+        // does; the shim hands that clone to `release` once, after the last use of the memory or when it
+        // fails. `result` receives one new handle.
+        unsafe {
+            bs_tensor_over(
+                address as *mut c_void,
+                num_bytes,
+                kind,
+                index,
+                owner.cast(),
+                release::<O>,
+                &raw mut result,
+                error,
+            )
+        }
+    })?;
+    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
+    Ok(Some(unsafe { Tensor::from_ptr(result) }))
+}
+
+/// The same values in memory that nothing else refers to, so that they may be changed in place: `tensor`
+/// itself where that holds already, else a copy.
+///
+/// # Errors
+/// [`Error::Torch`] when libtorch refuses, [`Error::OutOfMemory`].
+pub(crate) fn into_own(tensor: Tensor) -> Result<Tensor> {
+    let mut is_sole_owner = 0;
+    checked(|error| {
+        // SAFETY: `tensor` is live for the call, and the answer outlives it.
+        unsafe { bs_is_sole_owner(tensor.as_ptr(), &raw mut is_sole_owner, error) }
+    })?;
+    if is_sole_owner != 0 { Ok(tensor) } else { Ok(tensor.f_detach_copy()?) }
+}
+
+/// What libtorch's allocator on a device has handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes in use.
+    pub current_bytes: usize,
+    /// Most of them at one time since [`reset_peak_memory`].
+    pub peak_bytes: usize,
+    /// Bytes that the allocator has taken from the device, in use or kept for the next request.
+    pub reserved_bytes: usize,
+}
+
+/// What libtorch's allocator on `device` has handed out.
 ///
 /// # Errors
 /// [`Error::NotSupported`] on the CPU, which keeps no statistics.
-pub fn memory_stats(device: Device) -> Result<(usize, usize)> {
-    let (mut current, mut peak) = (0_i64, 0_i64);
+pub fn memory_stats(device: Device) -> Result<MemoryStats> {
+    let (mut current, mut peak, mut reserved) = (0_i64, 0_i64, 0_i64);
     let (kind, index) = device_numbers(device)?;
     checked(|error| {
-        // SAFETY: both counters outlive the call.
-        unsafe { bs_memory_stats(kind, index, &raw mut current, &raw mut peak, error) }
+        let (current, peak, reserved) = (&raw mut current, &raw mut peak, &raw mut reserved);
+        // SAFETY: the counters outlive the call.
+        unsafe { bs_memory_stats(kind, index, current, peak, reserved, error) }
     })?;
-    Ok((current.max(0) as usize, peak.max(0) as usize))
+    let [current_bytes, peak_bytes, reserved_bytes] =
+        [current, peak, reserved].map(|number| number.max(0) as usize);
+    Ok(MemoryStats { current_bytes, peak_bytes, reserved_bytes })
 }
 
 /// Starts a new peak for [`memory_stats`].
@@ -191,7 +283,7 @@ fn device_numbers(device: Device) -> Result<(c_int, c_int)> {
     match device {
         Device::Cuda(index) => Ok((1, index as c_int)),
         _ => Err(Error::NotSupported {
-            operation: "memory statistics",
+            operation: "a call for CUDA devices",
             implementer: format!("{device:?}"),
         }),
     }
@@ -227,6 +319,43 @@ mod tests {
         let x = Tensor::from_slice(&[1.0_f32]);
         let error = grad(&[&x], &[&x], &[&x]).unwrap_err().to_string();
         assert!(error.contains("require"), "{error}");
+    }
+
+    #[test]
+    fn a_tensor_that_shares_its_memory_is_copied_and_one_that_does_not_is_kept() {
+        let address = |tensor: &Tensor| tensor.data_ptr() as usize;
+        let numbers = || Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]) + 1.0;
+        let (alone, shared, viewed) = (numbers(), numbers(), numbers());
+        let before = address(&alone);
+        assert_eq!(address(&into_own(alone).unwrap()), before);
+        let (again, view) = (shared.shallow_clone(), viewed.narrow(0, 0, 1));
+        let wide = Tensor::ones([1, 3], (Kind::Float, Device::Cpu)).expand([2, 3], false);
+        let turned = numbers().tr();
+        for tensor in [again, view, viewed.shallow_clone(), wide, turned] {
+            let (values, before) = (tensor.copy(), address(&tensor));
+            let own = into_own(tensor).unwrap();
+            assert_ne!(address(&own), before);
+            assert!(own.is_contiguous() && own == values);
+        }
+        drop((shared, viewed));
+    }
+
+    #[test]
+    fn a_tensor_over_host_memory_reads_it_in_place_and_keeps_its_owner() {
+        let mut buffer = HostBuffer::new(4096).unwrap();
+        buffer.bytes_mut()[8..12].copy_from_slice(&7.5_f32.to_le_bytes());
+        let owner = Arc::new(buffer);
+        let tensor = tensor_over(&owner, |owner| Some(owner), Device::Cpu).unwrap().unwrap();
+        assert_eq!(tensor.data_ptr() as usize, owner.bytes().as_ptr() as usize);
+        assert_eq!((tensor.kind(), tensor.size()), (Kind::Uint8, vec![4096]));
+        assert_eq!(Arc::strong_count(&owner), 2);
+        let (weak, view) = (Arc::downgrade(&owner), tensor.narrow(0, 8, 4).view_dtype(Kind::Float));
+        drop((owner, tensor));
+        assert_eq!(view.double_value(&[0]), 7.5, "a view is enough to keep it");
+        drop(view);
+        assert!(weak.upgrade().is_none());
+        let none = tensor_over(&Arc::new(()), |_| None, Device::Cpu).unwrap();
+        assert!(none.is_none());
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Forward: every block once, without a graph.
+//! Forward: every block once, without a graph but where one is held for backward.
 
 use tch::{Device, Tensor};
 
 use super::options::dropout_seed;
+use super::record::{Recorded, Visit};
 use super::{Executor, on_device};
 use crate::batch::Batch;
 use crate::block::BlockIndex;
@@ -26,11 +27,20 @@ pub struct PassInput {
 #[derive(Debug)]
 pub struct Pass {
     pub(super) inputs: Vec<PassInput>,
-    /// Input states of the blocks from `lowest` on, `[block - lowest][micro-batch]`.
-    pub(super) saved: Vec<Vec<State>>,
+    /// Of the blocks from `lowest` on, `[block - lowest][micro-batch]`.
+    pub(super) saved: Vec<Vec<Saved>>,
     /// The lowest block that backward will visit.
     pub(super) lowest: Option<BlockIndex>,
     pub(super) outputs: Vec<State>,
+}
+
+/// What backward needs of one block and micro-batch.
+#[derive(Debug)]
+pub(super) enum Saved {
+    /// The input state, to run the block again.
+    Inputs(State),
+    /// The graph itself.
+    Graph(Recorded),
 }
 
 impl Pass {
@@ -65,7 +75,7 @@ impl Executor {
     /// Embeds and runs batches without keeping anything for backward, without dropout.
     pub(super) fn forward(&self, batches: &[Batch], on_block: &mut OnBlock<'_>) -> Result<Pass> {
         self.idle()?;
-        self.stream.schedule((0..self.num_streamed).map(BlockIndex))?;
+        self.stream.schedule(self.inference_visits())?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
         self.run_forward(inputs, false, 0, on_block)
     }
@@ -165,28 +175,34 @@ impl Executor {
         let mut states: Vec<State> = inputs.iter().map(|input| input.state.clone()).collect();
         let mut saved = Vec::new();
         for block in (0..self.num_streamed).map(BlockIndex) {
-            if lowest.is_some_and(|lowest| block >= lowest) {
-                saved.push(states.clone());
-            }
             let lease = self.lease(block)?;
+            // At the turn-around a block is still there when it is visited again: no need to recompute
+            // it, as long as that takes no more memory than recomputing.
+            let turns = inputs.len() == 1 && lease.is_visited_next();
+            let holds_graph = turns || self.options.residency.graphs.contains(&block);
+            let mut saved_here = Vec::new();
             for (micro_batch, input) in inputs.iter().enumerate() {
-                let seed = train.then(|| self.visit_seed(step, block, micro_batch));
-                let scope = self.scope(Some(block), lease.tensors(), seed);
+                let visit = Visit { block, lowest, micro_batch, step };
                 let state = std::mem::take(&mut states[micro_batch]);
-                let state = self.model.forward_block(block, &scope, &input.context, state)?;
-                // A tensor in the slot would turn into another block's bytes: give it memory of its own.
-                states[micro_batch] = state
-                    .iter()
-                    .map(|(name, tensor)| {
-                        let own = if lease.owns(tensor) {
-                            tensor.f_detach_copy()?
-                        } else {
-                            tensor.shallow_clone()
-                        };
-                        Ok((name.to_owned(), own))
-                    })
-                    .collect::<Result<State>>()?;
+                let state = if visit.comes_again() && holds_graph {
+                    let recorded = self.record(&visit, lease.tensors(), input, state)?;
+                    let outputs = recorded.outputs()?;
+                    saved_here.push(Saved::Graph(recorded));
+                    outputs
+                } else {
+                    if visit.comes_again() {
+                        saved_here.push(Saved::Inputs(state.clone()));
+                    }
+                    let seed = train.then(|| self.visit_seed(step, block, micro_batch));
+                    let scope = self.scope(Some(block), lease.tensors(), seed);
+                    self.model.forward_block(block, &scope, &input.context, state)?
+                };
+                let own = |(name, tensor)| Ok((String::from(name), outlive(&lease, tensor)?));
+                states[micro_batch] = state.iter().map(own).collect::<Result<State>>()?;
                 on_block(block, micro_batch, &states[micro_batch])?;
+            }
+            if !saved_here.is_empty() {
+                saved.push(saved_here);
             }
         }
         Ok(Pass { inputs, saved, lowest, outputs: states })
@@ -194,5 +210,13 @@ impl Executor {
 
     pub(super) fn visit_seed(&self, step: u64, block: BlockIndex, micro_batch: usize) -> u64 {
         dropout_seed(self.options.seed, step, block.0 as u64, micro_batch as u64)
+    }
+}
+
+/// What may be kept of `tensor` after the lease: in the slot it would turn into another block's bytes.
+pub(super) fn outlive(lease: &Lease<'_>, tensor: &Tensor) -> Result<Tensor> {
+    match lease.owns(tensor) {
+        true => Ok(tensor.f_detach_copy()?),
+        false => Ok(tensor.shallow_clone()),
     }
 }

@@ -3,12 +3,14 @@
 use tch::Tensor;
 
 use crate::adapter::Trainable;
+use crate::device::into_own;
 use crate::error::{Error, Result};
 
 /// Takes the gradient of one trainable tensor from one block's backward visit.
 ///
 /// The executor calls it once per trainable tensor, block and micro-batch that used it, and in the head
-/// once per chunk of rows; a tensor shared by several blocks is handed in several times. Nothing outside the sink knows what becomes of it.
+/// once per chunk of rows; a tensor shared by several blocks is handed in several times. Nothing outside
+/// the sink knows what becomes of it.
 pub trait GradientSink {
     /// `index` is the position among the adapter's trainables; `gradient` has that tensor's shape and
     /// dtype, on the device.
@@ -64,7 +66,7 @@ impl GradientSink for Gradients {
             }
             empty => {
                 // libtorch may hand the same tensor, or a view, to several takers: sums are changed in place.
-                *empty = Some(gradient.f_detach_copy()?);
+                *empty = Some(into_own(gradient)?);
                 Ok(())
             }
         }

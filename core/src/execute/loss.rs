@@ -2,13 +2,16 @@
 
 use tch::{Device, Kind, Reduction, Tensor};
 
-use super::Executor;
-use super::forward::Pass;
+use super::forward::{Pass, outlive};
 use super::gradients::GradientSink;
+use super::{BlockScope, Executor};
+use crate::adapter::Trainable;
 use crate::batch::{Batch, IGNORE_LABEL};
+use crate::block::BlockIndex;
 use crate::device::{grad, upload};
 use crate::error::{Error, Result};
 use crate::state::{NamedTensors, State};
+use crate::stream::Lease;
 
 /// The rows of a batch that have a target, and the targets.
 #[derive(Debug)]
@@ -65,66 +68,102 @@ impl Targets {
 }
 
 impl Executor {
+    /// The use of the head for all micro-batches of a pass: a visit when the head is streamed.
+    pub(super) fn visit_head<'a>(&'a self, pass: &'a Pass) -> Result<HeadVisit<'a>> {
+        let lease = self.streamed_head.map(|block| self.lease(block)).transpose()?;
+        Ok(HeadVisit { executor: self, pass, lease, no_tensors: NamedTensors::new() })
+    }
+
+    /// The trainables that the head uses, with their positions.
+    fn head_trainables(&self) -> Vec<(usize, &Tensor)> {
+        let of_head = |trainable: &Trainable| {
+            trainable.blocks.iter().any(|block| block.0 >= self.num_streamed)
+        };
+        let all = self.trainables().iter().enumerate();
+        all.filter(|entry| of_head(entry.1)).map(|(index, it)| (index, &it.tensor)).collect()
+    }
+
+    /// Start and length of each chunk of rows whose fp32 logits fit the budget.
+    fn chunks(&self, num_rows: usize) -> impl Iterator<Item = (i64, i64)> {
+        let row_bytes = self.model.dimensions().vocab_size.max(1) * size_of::<f32>();
+        let length = (self.options.loss_chunk_bytes / row_bytes).max(1);
+        (0..num_rows)
+            .step_by(length)
+            .map(move |start| (start as i64, length.min(num_rows - start) as i64))
+    }
+}
+
+/// The head while it may be used. Nothing that it returns lies in a slot.
+#[derive(Debug)]
+pub(super) struct HeadVisit<'a> {
+    executor: &'a Executor,
+    pass: &'a Pass,
+    /// `None`: the head is a resident.
+    lease: Option<Lease<'a>>,
+    no_tensors: NamedTensors,
+}
+
+impl HeadVisit<'_> {
+    fn scope(&self, dropout_seed: Option<u64>) -> BlockScope<'_> {
+        let block = self.lease.as_ref().map(Lease::block);
+        let tensors = self.lease.as_ref().map_or(&self.no_tensors, Lease::tensors);
+        self.executor.scope(block, tensors, dropout_seed)
+    }
+
+    fn final_hidden(&self, micro_batch: usize) -> Result<Tensor> {
+        let state = self.pass.outputs[micro_batch].clone();
+        let context = &self.pass.inputs[micro_batch].context;
+        self.executor.model.final_hidden(&self.scope(None), context, state)
+    }
+
     /// All logits of one micro-batch.
-    pub(super) fn head(&self, pass: &Pass, micro_batch: usize) -> Result<Tensor> {
+    pub(super) fn logits(&self, micro_batch: usize) -> Result<Tensor> {
         let _no_graph = tch::no_grad_guard();
-        let empty = NamedTensors::new();
-        let scope = self.scope(None, &empty, None);
-        let state = pass.outputs[micro_batch].clone();
-        let hidden = self.model.final_hidden(&scope, &pass.inputs[micro_batch].context, state)?;
-        self.model.logits(&scope, &hidden)
+        let hidden = self.final_hidden(micro_batch)?;
+        let logits = self.executor.model.logits(&self.scope(None), &hidden)?;
+        match &self.lease {
+            Some(lease) => outlive(lease, &logits),
+            None => Ok(logits),
+        }
     }
 
     /// This micro-batch's share of the step's mean loss.
     pub(super) fn loss(
         &self,
-        pass: &Pass,
         micro_batch: usize,
         targets: &Targets,
         num_targets: usize,
     ) -> Result<Tensor> {
         let _no_graph = tch::no_grad_guard();
-        let empty = NamedTensors::new();
-        let scope = self.scope(None, &empty, None);
-        let state = pass.outputs[micro_batch].clone();
-        let hidden = self.model.final_hidden(&scope, &pass.inputs[micro_batch].context, state)?;
-        let rows = select_rows(&hidden, targets)?;
-        let mut total = Tensor::f_zeros([], (Kind::Float, self.options.device))?;
-        for (start, length) in self.chunks(targets.num_targets) {
-            let logits = self.model.logits(&scope, &rows.f_narrow(0, start, length)?)?;
+        let rows = select_rows(&self.final_hidden(micro_batch)?, targets)?;
+        let mut total = Tensor::f_zeros([], (Kind::Float, self.executor.options.device))?;
+        for (start, length) in self.executor.chunks(targets.num_targets) {
+            let chunk = rows.f_narrow(0, start, length)?;
+            let logits = self.executor.model.logits(&self.scope(None), &chunk)?;
             total = total.f_add(&share(&logits, targets, start, length, num_targets)?)?;
         }
         Ok(total)
     }
 
-    /// As [`Executor::loss`], with the gradients of the state after the last block.
+    /// As [`HeadVisit::loss`], with the gradients of the state after the last block.
     /// Trainables of the head go to the sink.
     pub(super) fn loss_and_grad(
         &self,
-        pass: &Pass,
         micro_batch: usize,
         targets: &Targets,
         num_targets: usize,
         step: u64,
         sink: &mut dyn GradientSink,
     ) -> Result<(Tensor, NamedTensors)> {
-        let mut total = Tensor::f_zeros([], (Kind::Float, self.options.device))?;
+        let &Self { executor, pass, .. } = self;
+        let model = &executor.model;
+        let mut total = Tensor::f_zeros([], (Kind::Float, executor.options.device))?;
         if targets.num_targets == 0 {
             return Ok((total, NamedTensors::new()));
         }
-        let empty = NamedTensors::new();
-        let head = crate::block::BlockIndex(self.num_streamed);
-        let seed = self.visit_seed(step, head, micro_batch);
-        let scope = self.scope(None, &empty, Some(seed));
-        let head_trainables: Vec<(usize, &Tensor)> = self
-            .trainables()
-            .iter()
-            .enumerate()
-            .filter(|(_, trainable)| {
-                trainable.blocks.iter().any(|block| block.0 >= self.num_streamed)
-            })
-            .map(|(index, trainable)| (index, &trainable.tensor))
-            .collect();
+        // The same seed whether the head is streamed or not, and wherever its block is in the list.
+        let seed = executor.visit_seed(step, BlockIndex(executor.num_streamed), micro_batch);
+        let trainables = executor.head_trainables();
 
         let mut leaf_state = State::new();
         let mut leaves: Vec<(&str, Tensor)> = Vec::new();
@@ -137,28 +176,25 @@ impl Executor {
         }
         let rows = tch::with_grad(|| {
             let context = &pass.inputs[micro_batch].context;
-            select_rows(&self.model.final_hidden(&scope, context, leaf_state)?, targets)
+            let hidden = model.final_hidden(&self.scope(Some(seed)), context, leaf_state)?;
+            select_rows(&hidden, targets)
         })?;
 
         let mut grad_rows = Vec::new();
-        for (start, length) in self.chunks(targets.num_targets) {
+        for (start, length) in executor.chunks(targets.num_targets) {
             let chunk = rows.f_detach()?.f_narrow(0, start, length)?.f_set_requires_grad(true)?;
             // Rows of different chunks must not share one dropout mask.
-            let scope = self.scope(None, &empty, Some(seed.wrapping_add(start as u64)));
+            let scope = self.scope(Some(seed.wrapping_add(start as u64)));
             let loss = tch::with_grad(|| {
-                share(&self.model.logits(&scope, &chunk)?, targets, start, length, num_targets)
+                share(&model.logits(&scope, &chunk)?, targets, start, length, num_targets)
             })?;
             let mut inputs = vec![&chunk];
-            inputs.extend(head_trainables.iter().map(|(_, tensor)| *tensor));
+            inputs.extend(trainables.iter().map(|(_, tensor)| *tensor));
             let mut gradients = grad(&[&loss], &[&loss.f_ones_like()?], &inputs)?.into_iter();
             grad_rows.push(gradients.next().flatten().ok_or_else(|| {
                 Error::usage("the model's logits do not depend on the hidden states it was given")
             })?);
-            for ((index, _), gradient) in head_trainables.iter().zip(gradients) {
-                if let Some(gradient) = gradient {
-                    sink.accept(*index, gradient)?;
-                }
-            }
+            hand_in(&trainables, gradients, sink)?;
             total = total.f_add(&loss.f_detach()?)?;
         }
         if !rows.requires_grad() {
@@ -166,31 +202,27 @@ impl Executor {
         }
         let grad_rows = Tensor::f_cat(&grad_rows, 0)?;
         let mut inputs: Vec<&Tensor> = leaves.iter().map(|(_, leaf)| leaf).collect();
-        inputs.extend(head_trainables.iter().map(|(_, tensor)| *tensor));
+        inputs.extend(trainables.iter().map(|(_, tensor)| *tensor));
         let mut gradients = grad(&[&rows], &[&grad_rows], &inputs)?;
-        for ((index, _), gradient) in head_trainables.iter().zip(gradients.split_off(leaves.len()))
-        {
-            if let Some(gradient) = gradient {
-                sink.accept(*index, gradient)?;
-            }
-        }
+        hand_in(&trainables, gradients.split_off(leaves.len()), sink)?;
         let named = leaves.iter().zip(gradients);
-        Ok((
-            total,
-            named
-                .filter_map(|((name, _), gradient)| Some(((*name).to_owned(), gradient?)))
-                .collect(),
-        ))
+        let named = named.filter_map(|((name, _), gradient)| Some(((*name).to_owned(), gradient?)));
+        Ok((total, named.collect()))
     }
+}
 
-    /// Start and length of each chunk of rows whose fp32 logits fit the budget.
-    fn chunks(&self, num_rows: usize) -> impl Iterator<Item = (i64, i64)> {
-        let row_bytes = self.model.dimensions().vocab_size.max(1) * size_of::<f32>();
-        let length = (self.options.loss_chunk_bytes / row_bytes).max(1);
-        (0..num_rows)
-            .step_by(length)
-            .map(move |start| (start as i64, length.min(num_rows - start) as i64))
+/// Hands the gradients there are to the sink.
+fn hand_in(
+    trainables: &[(usize, &Tensor)],
+    gradients: impl IntoIterator<Item = Option<Tensor>>,
+    sink: &mut dyn GradientSink,
+) -> Result<()> {
+    for ((index, _), gradient) in trainables.iter().zip(gradients) {
+        if let Some(gradient) = gradient {
+            sink.accept(*index, gradient)?;
+        }
     }
+    Ok(())
 }
 
 /// `[num_targets, hidden_size]` of `[batch, sequence, hidden_size]`.
@@ -207,8 +239,8 @@ fn share(
     num_targets: usize,
 ) -> Result<Tensor> {
     let ids = targets.ids.f_narrow(0, start, length)?;
-    let logits = logits.f_to_kind(Kind::Float)?;
-    let sum =
-        logits.f_cross_entropy_loss::<Tensor>(&ids, None, Reduction::Sum, IGNORE_LABEL, 0.0)?;
+    // One kernel converts and normalises where libtorch has it: the fp32 logits are written once, not twice.
+    let logs = logits.f_log_softmax(-1, Kind::Float)?;
+    let sum = logs.f_nll_loss::<Tensor>(&ids, None, Reduction::Sum, IGNORE_LABEL)?;
     Ok(sum.f_div_scalar(num_targets as f64)?)
 }

@@ -8,10 +8,11 @@ mod forward;
 mod gradients;
 mod loss;
 mod options;
+mod record;
+mod residents;
 mod scope;
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -19,7 +20,8 @@ use tch::{Device, Kind, Tensor};
 pub use backward::InputGradients;
 pub use forward::{Pass, PassInput};
 pub use gradients::{GradientSink, Gradients};
-pub use options::ExecutorOptions;
+pub use options::{ExecutorOptions, Residency};
+pub use residents::Residents;
 pub use scope::BlockScope;
 
 use crate::adapter::{Adapter, lowest_trainable_block};
@@ -30,19 +32,8 @@ use crate::error::{Error, Result};
 use crate::family::Model;
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
-use crate::stream::{BlockStream, Readback, StreamStats, load_block};
+use crate::stream::{BlockStream, Readback, StreamOptions, StreamStats};
 use loss::Targets;
-
-/// The resident blocks on the device.
-#[derive(Debug, Default)]
-pub struct Residents {
-    /// All their tensors, in stored dtypes.
-    pub tensors: NamedTensors,
-    /// Which block each name comes from.
-    pub blocks: BTreeMap<String, BlockIndex>,
-    /// Device memory they take.
-    pub num_bytes: usize,
-}
 
 /// One model on one device: executes passes over it, forward and backward.
 ///
@@ -55,7 +46,8 @@ pub struct Executor {
     adapter: Option<Box<dyn Adapter>>,
     options: ExecutorOptions,
     num_streamed: usize,
-    resident_read_bytes: usize,
+    /// The head, when it is visited between forward and backward.
+    streamed_head: Option<BlockIndex>,
     /// Training steps whose visits are in the stream's itinerary.
     num_scheduled_steps: Cell<usize>,
 }
@@ -115,23 +107,34 @@ impl Executor {
         for trainable in adapter.iter().flat_map(|adapter| adapter.trainables()) {
             on_device(&trainable.name, trainable.tensor.device(), options.device)?;
         }
-        let mut residents = Residents::default();
-        let mut resident_read_bytes = 0;
-        for (index, spec) in source.blocks().iter().enumerate() {
-            if spec.placement == Placement::Streamed {
-                continue;
-            }
-            let (tensors, read_bytes, _) = load_block(&source, &engine, BlockIndex(index))?;
-            residents.num_bytes += spec.image_bytes;
-            resident_read_bytes += read_bytes;
-            for (name, tensor) in tensors.iter() {
-                residents.tensors.insert(name, tensor.shallow_clone());
-                residents.blocks.insert(name.to_owned(), BlockIndex(index));
-            }
+        if let Some(block) = options.residency.graphs.difference(&options.residency.kept).next() {
+            return Err(Error::usage(format!(
+                "the graph of block {block} cannot be held: the block is not kept on the device, and its \
+                 weights would be gone by backward"
+            )));
         }
-        let num_streamed =
-            source.blocks().iter().filter(|block| block.placement == Placement::Streamed).count();
-        let stream = BlockStream::new(source, engine, &options.stream)?;
+        let with_placement = |placement| {
+            let specs = source.blocks().iter().enumerate();
+            let found = specs.filter(move |(_, spec)| spec.placement == placement);
+            found.map(|(index, _)| BlockIndex(index))
+        };
+        let num_streamed = with_placement(Placement::Streamed).count();
+        let heads: Vec<BlockIndex> = with_placement(Placement::Head).collect();
+        if heads.len() > 1 {
+            return Err(Error::usage(format!(
+                "a model has at most one head block, but {} has {}",
+                source.describe(),
+                heads.len()
+            )));
+        }
+        let streamed_head = heads.first().copied().filter(|_| options.residency.stream_head);
+        let residents = Residents::load(&source, &engine, &options.residency, &options.stream)?;
+        let stream_options = StreamOptions {
+            kept: options.residency.kept.clone(),
+            also_streamed: streamed_head.into_iter().collect(),
+            ..options.stream.clone()
+        };
+        let stream = BlockStream::new(source, engine, &stream_options)?;
         Ok(Self {
             model,
             stream,
@@ -139,7 +142,7 @@ impl Executor {
             adapter,
             options,
             num_streamed,
-            resident_read_bytes,
+            streamed_head,
             num_scheduled_steps: Cell::new(0),
         })
     }
@@ -177,12 +180,14 @@ impl Executor {
         let pass = self.run_forward(inputs, true, options.step, &mut |_, _, _| Ok(()))?;
         let mut losses = Vec::new();
         let mut grads = Vec::new();
+        let head = self.visit_head(&pass)?;
         for (micro_batch, targets) in targets.iter().enumerate() {
             let (loss, grad) =
-                self.loss_and_grad(&pass, micro_batch, targets, num_targets, options.step, sink)?;
+                head.loss_and_grad(micro_batch, targets, num_targets, options.step, sink)?;
             losses.push(loss);
             grads.push(grad);
         }
+        drop(head);
         self.run_backward(pass, grads, options.step, sink)?;
         self.num_scheduled_steps.set(self.num_scheduled_steps.get() - 1);
         let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
@@ -213,11 +218,10 @@ impl Executor {
     fn try_evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
         let (targets, num_targets) = self.targets(batches)?;
         let pass = self.forward(batches, &mut |_, _, _| Ok(()))?;
-        let losses = targets
-            .iter()
-            .enumerate()
-            .map(|(micro_batch, targets)| self.loss(&pass, micro_batch, targets, num_targets))
-            .collect::<Result<Vec<_>>>()?;
+        let head = self.visit_head(&pass)?;
+        let loss = |(micro_batch, targets)| head.loss(micro_batch, targets, num_targets);
+        let losses = targets.iter().enumerate().map(loss).collect::<Result<Vec<_>>>()?;
+        drop(head);
         let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
         let mean = self.stream.read_back(&sum(losses)?)?;
         Ok(StepLoss { mean, num_targets, num_tokens })
@@ -237,7 +241,7 @@ impl Executor {
             let pass = self.forward(std::slice::from_ref(batch), &mut |block, _, state| {
                 on_block(block, state)
             })?;
-            self.head(&pass, 0)
+            self.visit_head(&pass)?.logits(0)
         };
         self.recover(run())
     }
@@ -266,19 +270,19 @@ impl Executor {
         self.adapter.as_deref()
     }
 
-    /// The adapter, to be taken out.
-    pub fn into_adapter(self) -> Option<Box<dyn Adapter>> {
-        self.adapter
-    }
-
-    /// Device memory of the resident blocks.
+    /// Device memory of everything that neither streams nor is a kept block.
     pub fn resident_bytes(&self) -> usize {
         self.residents.num_bytes
     }
 
-    /// Bytes read from storage to load the resident blocks.
+    /// Host memory of the tables that are gathered from there, the source's own included where it lends it.
+    pub fn gathered_host_bytes(&self) -> usize {
+        self.residents.gathered_bytes
+    }
+
+    /// Bytes read from storage to load both.
     pub fn resident_read_bytes(&self) -> usize {
-        self.resident_read_bytes
+        self.residents.read_bytes
     }
 
     /// Totals of the streaming engine.
@@ -295,9 +299,14 @@ impl Executor {
         lowest_trainable_block(self.trainables()).filter(|block| block.0 < self.num_streamed)
     }
 
-    /// Visits of one training step: every block forward, then back down to the lowest trainable one.
+    /// Visits of one pass without gradients: every block forward, then the head if it streams.
+    pub fn inference_visits(&self) -> Vec<BlockIndex> {
+        (0..self.num_streamed).map(BlockIndex).chain(self.streamed_head).collect()
+    }
+
+    /// Visits of one training step: those of a pass, then back down to the lowest trainable block.
     pub fn training_visits(&self) -> Vec<BlockIndex> {
-        let mut visits: Vec<_> = (0..self.num_streamed).map(BlockIndex).collect();
+        let mut visits = self.inference_visits();
         visits.extend(self.backward_visits(self.lowest_trainable_block()));
         visits
     }

@@ -1,9 +1,27 @@
 //! How a model is executed.
 
+use std::collections::BTreeSet;
+
 use tch::{Device, Kind};
 
+use crate::block::BlockIndex;
 use crate::numerics::AttentionKernel;
 use crate::stream::StreamOptions;
+
+/// What stays on the device for the whole run, besides the resident blocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Residency {
+    /// Streamed blocks that stay on the device; the window is for the others.
+    pub kept: BTreeSet<BlockIndex>,
+    /// Kept blocks whose graph is held from forward to backward instead of being recomputed. Blocks below
+    /// the lowest trainable one have no backward, and nothing of theirs is held.
+    pub graphs: BTreeSet<BlockIndex>,
+    /// Whether [`Placement::Gathered`](crate::block::Placement::Gathered) blocks stay in host memory.
+    pub gather_from_host: bool,
+    /// Whether the [`Placement::Head`](crate::block::Placement::Head) block is visited at the
+    /// turn-around instead of staying.
+    pub stream_head: bool,
+}
 
 /// How a model is executed.
 #[derive(Debug, Clone)]
@@ -14,8 +32,11 @@ pub struct ExecutorOptions {
     pub compute_kind: Kind,
     /// How attention is computed.
     pub attention: AttentionKernel,
-    /// The streaming engine.
+    /// The streaming engine. Which blocks it keeps, and whether it streams the head, follows from
+    /// `residency`.
     pub stream: StreamOptions,
+    /// What stays on the device.
+    pub residency: Residency,
     /// Most bytes of fp32 logits at one time: the loss is computed in chunks of rows.
     pub loss_chunk_bytes: usize,
     /// Seed of the run, for dropout.
@@ -30,6 +51,7 @@ impl ExecutorOptions {
             compute_kind,
             attention: AttentionKernel::Fused,
             stream: StreamOptions::default(),
+            residency: Residency::default(),
             loss_chunk_bytes: 128 << 20,
             seed: 0,
         }

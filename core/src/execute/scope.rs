@@ -39,17 +39,22 @@ pub struct BlockScope<'a> {
 
 impl BlockScope<'_> {
     fn find(&self, name: &str) -> Result<&Tensor> {
-        self.tensors.find(name).or_else(|| self.residents.tensors.find(name)).ok_or_else(|| {
+        let found = self.tensors.find(name).or_else(|| self.residents.tensors.find(name));
+        found.ok_or_else(|| {
+            if self.residents.gathered.find(name).is_some() {
+                let message = "lies in host memory, from which rows are gathered and nothing else: only \
+                               Scope::embedding may ask for it there; give its block another placement \
+                               than Placement::Gathered, or keep it on the device";
+                return self.placed(Error::tensor(name, message));
+            }
             let names: Vec<_> = self.tensors.iter().map(|entry| entry.0).collect();
             let message = format!("is neither in the block ({}) nor a resident", names.join(", "));
             self.placed(Error::tensor(name, message))
         })
     }
 
-    /// The weight of a linear or an embedding: a matrix of real numbers.
-    fn matrix(&self, site: &str) -> Result<(String, &Tensor)> {
-        let name = format!("{site}.weight");
-        let weight = self.find(&name)?;
+    /// Checks that the weight of a linear or an embedding is a matrix of real numbers.
+    fn matrix<'t>(&self, name: &str, weight: &'t Tensor) -> Result<&'t Tensor> {
         if weight.dim() != 2 || !weight.is_floating_point() {
             let message = format!(
                 "must be a matrix of real numbers, but is {:?} of shape {:?}",
@@ -58,7 +63,7 @@ impl BlockScope<'_> {
             );
             return Err(self.placed(Error::tensor(name, message)));
         }
-        Ok((name, weight))
+        Ok(weight)
     }
 
     /// The block that the tensor called `name` belongs to.
@@ -70,9 +75,11 @@ impl BlockScope<'_> {
     }
 
     fn cast(&self, tensor: &Tensor) -> Result<Tensor> {
-        let kind = if tensor.is_floating_point() { self.compute_kind } else { tensor.kind() };
-        // Returns the same tensor when it has this dtype already.
-        Ok(tensor.f_to_kind(kind)?)
+        match tensor.is_floating_point() && tensor.f_kind()? != self.compute_kind {
+            true => Ok(tensor.f_to_kind(self.compute_kind)?),
+            // Asking libtorch to convert nothing costs time, and this is done for every weight.
+            false => Ok(tensor.shallow_clone()),
+        }
     }
 
     fn placed(&self, error: Error) -> Error {
@@ -82,7 +89,8 @@ impl BlockScope<'_> {
 
 impl Scope for BlockScope<'_> {
     fn linear(&self, site: &str, x: &Tensor) -> Result<Tensor> {
-        let (name, weight) = self.matrix(site)?;
+        let name = format!("{site}.weight");
+        let weight = self.matrix(&name, self.find(&name)?)?;
         if x.size().last() != weight.size().last() {
             let message = format!(
                 "of shape {:?} does not fit an input of shape {:?}",
@@ -103,7 +111,12 @@ impl Scope for BlockScope<'_> {
     }
 
     fn embedding(&self, site: &str, ids: &Tensor) -> Result<Tensor> {
-        let (_, weight) = self.matrix(site)?;
+        let name = format!("{site}.weight");
+        let weight = match self.residents.gathered.find(&name) {
+            Some(table) if self.tensors.find(&name).is_none() => table,
+            _ => self.find(&name)?,
+        };
+        let weight = self.matrix(&name, weight)?;
         // Gather first: the table is far larger than the rows.
         self.cast(&Tensor::f_embedding(weight, ids, -1, false, false)?)
     }
@@ -227,6 +240,27 @@ mod tests {
         assert_eq!((rows.kind(), rows.size()), (Kind::Float, vec![1, 2, 2]));
         let table = residents.tensors.get("embed.weight").unwrap().to_kind(Kind::Float);
         assert!(rows.get(0).get(0).equal(&table.get(7)));
+    }
+
+    #[test]
+    fn a_table_in_host_memory_is_gathered_from_and_asked_for_nothing_else() {
+        let (tensors, table) = (tensors(), wave(&[8, 4], Kind::BFloat16));
+        let gathered = NamedTensors::new().with("embed.weight", table.shallow_clone());
+        let residents = Residents { gathered, ..Residents::default() };
+        let scope = scope(&tensors, &residents);
+        let ids = Tensor::from_slice(&[7_i64, 0]);
+        let rows = scope.embedding("embed", &ids).unwrap();
+        assert!(rows.equal(&table.to_kind(Kind::Float).index_select(0, &ids)));
+        let refused = [
+            scope.linear("embed", &wave(&[2, 4], Kind::Float)),
+            scope.tensor("embed.weight"),
+            scope.stored_tensor("embed.weight"),
+        ];
+        for error in refused.map(|result| result.unwrap_err().to_string()) {
+            for part in ["'layers.3'", "'embed.weight'", "Placement::Gathered"] {
+                assert!(error.contains(part), "{error}");
+            }
+        }
     }
 
     #[test]

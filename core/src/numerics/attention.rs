@@ -32,10 +32,10 @@ pub fn attention(
     pattern: &AttentionPattern,
     scale: f64,
 ) -> Result<Tensor> {
-    let sizes = Sizes::of(query, key, value)?;
+    let call = Call::new(query, key, value, pattern, scale)?;
     match kernel {
-        AttentionKernel::Eager => eager(&sizes, query, key, value, pattern, scale),
-        AttentionKernel::Fused => fused(&sizes, query, key, value, pattern, scale),
+        AttentionKernel::Eager => call.eager(),
+        AttentionKernel::Fused => call.fused(),
     }
 }
 
@@ -53,16 +53,28 @@ pub fn padding_is_on_the_right(mask: &Tensor) -> Result<bool> {
     Ok(resumes.f_any()?.f_int64_value(&[])? == 0)
 }
 
+/// One call, with its sizes checked.
 #[derive(Debug)]
-struct Sizes {
+struct Call<'a> {
+    query: &'a Tensor,
+    key: &'a Tensor,
+    value: &'a Tensor,
+    pattern: &'a AttentionPattern,
+    scale: f64,
     batch: i64,
     heads: i64,
     groups: i64,
     sequence: i64,
 }
 
-impl Sizes {
-    fn of(query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Self> {
+impl<'a> Call<'a> {
+    fn new(
+        query: &'a Tensor,
+        key: &'a Tensor,
+        value: &'a Tensor,
+        pattern: &'a AttentionPattern,
+        scale: f64,
+    ) -> Result<Self> {
         let (q, k, v) = (query.size(), key.size(), value.size());
         let fits = q.len() == 4
             && k.len() == 4
@@ -77,87 +89,76 @@ impl Sizes {
                 format!("shapes {q:?}, {k:?} and {v:?} do not fit one another in attention"),
             ));
         }
-        Ok(Self { batch: q[0], heads: q[1], groups: k[1], sequence: q[2] })
+        let (batch, heads, groups, sequence) = (q[0], q[1], k[1], q[2]);
+        Ok(Self { query, key, value, pattern, scale, batch, heads, groups, sequence })
     }
-}
 
-fn eager(
-    sizes: &Sizes,
-    query: &Tensor,
-    key: &Tensor,
-    value: &Tensor,
-    pattern: &AttentionPattern,
-    scale: f64,
-) -> Result<Tensor> {
-    let &Sizes { batch, heads, groups, sequence } = sizes;
-    let kind = query.kind();
-    // The query heads that share a key head become rows of one product: keys are never repeated.
-    let rows = heads / groups * sequence;
-    let folded = query.f_reshape([batch, groups, rows, -1])?;
-    let scores = folded.f_matmul(&key.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
-    let mut scores = scores.f_view([batch, heads, sequence, sequence])?;
-    if let Some(visible) = visible(sizes, pattern, query)? {
-        // Replacing instead of adding gives the same weights, and cannot overflow to -inf in fp16.
-        scores = scores.f_masked_fill(&visible.f_logical_not()?, lowest(kind)?)?;
+    fn eager(&self) -> Result<Tensor> {
+        let &Self { query, key, value, batch, heads, groups, sequence, .. } = self;
+        let kind = query.kind();
+        // The query heads that share a key head become rows of one product: keys are never repeated.
+        let rows = heads / groups * sequence;
+        let folded = query.f_reshape([batch, groups, rows, -1])?;
+        let scores = folded.f_matmul(&key.f_transpose(2, 3)?)?.f_mul_scalar(self.scale)?;
+        let mut scores = scores.f_view([batch, heads, sequence, sequence])?;
+        if let Some(visible) = self.visible()? {
+            // Replacing instead of adding gives the same weights, and cannot overflow to -inf in fp16.
+            scores = scores.f_masked_fill(&visible.f_logical_not()?, lowest(kind)?)?;
+        }
+        let weights = scores.f_softmax(-1, Kind::Float)?.f_to_kind(kind)?;
+        let mixed = weights.f_view([batch, groups, rows, sequence])?.f_matmul(value)?;
+        Ok(mixed.f_view([batch, heads, sequence, -1])?)
     }
-    let weights = scores.f_softmax(-1, Kind::Float)?.f_to_kind(kind)?;
-    let mixed = weights.f_view([batch, groups, rows, sequence])?.f_matmul(value)?;
-    Ok(mixed.f_view([batch, heads, sequence, -1])?)
-}
 
-fn fused(
-    sizes: &Sizes,
-    query: &Tensor,
-    key: &Tensor,
-    value: &Tensor,
-    pattern: &AttentionPattern,
-    scale: f64,
-) -> Result<Tensor> {
-    let kernel = |key: &Tensor, value: &Tensor, mask: Option<&Tensor>, causal, grouped| {
-        Tensor::f_scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale, grouped)
-    };
-    let plain = pattern.key_mask.is_none() && pattern.segments.is_none();
-    let half = matches!(query.kind(), Kind::Half | Kind::BFloat16);
-    let grouped = sizes.heads != sizes.groups;
-    // Flash attention takes grouped heads as they are; the kernels for masks and fp32 do not.
-    if plain && (half || !grouped) {
-        return Ok(kernel(key, value, None, pattern.causal, grouped)?);
+    fn fused(&self) -> Result<Tensor> {
+        let &Self { query, key, value, pattern, scale, heads, groups, sequence, .. } = self;
+        let kernel = |key: &Tensor, value: &Tensor, mask: Option<&Tensor>, causal, grouped| {
+            Tensor::f_scaled_dot_product_attention(
+                query, key, value, mask, 0.0, causal, scale, grouped,
+            )
+        };
+        let plain = pattern.key_mask.is_none() && pattern.segments.is_none();
+        let half = matches!(query.kind(), Kind::Half | Kind::BFloat16);
+        let grouped = heads != groups;
+        // Flash attention takes grouped heads as they are; the kernels for masks and fp32 do not.
+        if plain && (half || !grouped) {
+            return Ok(kernel(key, value, None, pattern.causal, grouped)?);
+        }
+        let repeat = |tensor: &Tensor| -> Result<Tensor> {
+            let size = tensor.size();
+            let wide = [size[0], size[1], heads / groups, size[2], size[3]];
+            let wide = tensor.f_unsqueeze(2)?.f_expand(wide, false)?;
+            Ok(wide.f_reshape([size[0], heads, size[2], size[3]])?)
+        };
+        let (key, value) = (repeat(key)?, repeat(value)?);
+        if plain {
+            return Ok(kernel(&key, &value, None, pattern.causal, false)?);
+        }
+        // Every token sees itself anyway; padding that does too has something to normalise by.
+        let itself = Tensor::f_eye(sequence, (Kind::Bool, query.device()))?;
+        let mask = self.visible()?.map(|mask| mask.f_logical_or(&itself)).transpose()?;
+        Ok(kernel(&key, &value, mask.as_ref(), false, false)?)
     }
-    let repeat = |tensor: &Tensor| -> Result<Tensor> {
-        let size = tensor.size();
-        let wide = [size[0], size[1], sizes.heads / sizes.groups, size[2], size[3]];
-        let wide = tensor.f_unsqueeze(2)?.f_expand(wide, false)?;
-        Ok(wide.f_reshape([size[0], sizes.heads, size[2], size[3]])?)
-    };
-    let (key, value) = (repeat(key)?, repeat(value)?);
-    if plain {
-        return Ok(kernel(&key, &value, None, pattern.causal, false)?);
-    }
-    // Every token sees itself anyway; padding that does too has something to normalise by.
-    let itself = Tensor::f_eye(sizes.sequence, (Kind::Bool, query.device()))?;
-    let mask =
-        visible(sizes, pattern, query)?.map(|mask| mask.f_logical_or(&itself)).transpose()?;
-    Ok(kernel(&key, &value, mask.as_ref(), false, false)?)
-}
 
-/// Which keys each query sees, Bool, broadcastable to `[batch, heads, sequence, sequence]`.
-/// `None`: all of them.
-fn visible(sizes: &Sizes, pattern: &AttentionPattern, query: &Tensor) -> Result<Option<Tensor>> {
-    let mut parts = Vec::new();
-    if pattern.causal {
-        let square = [sizes.sequence, sizes.sequence];
-        parts.push(Tensor::f_ones(square, (Kind::Bool, query.device()))?.f_tril(0)?);
+    /// Which keys each query sees, Bool, broadcastable to `[batch, heads, sequence, sequence]`.
+    /// `None`: all of them.
+    fn visible(&self) -> Result<Option<Tensor>> {
+        let mut parts = Vec::new();
+        if self.pattern.causal {
+            let square = [self.sequence, self.sequence];
+            parts.push(Tensor::f_ones(square, (Kind::Bool, self.query.device()))?.f_tril(0)?);
+        }
+        if let Some(key_mask) = &self.pattern.key_mask {
+            parts.push(key_mask.f_unsqueeze(1)?.f_unsqueeze(1)?);
+        }
+        if let Some(segments) = &self.pattern.segments {
+            let of_query = segments.f_unsqueeze(1)?.f_unsqueeze(-1)?;
+            parts.push(of_query.f_eq_tensor(&segments.f_unsqueeze(1)?.f_unsqueeze(1)?)?);
+        }
+        let mut parts = parts.into_iter();
+        let Some(first) = parts.next() else { return Ok(None) };
+        Ok(Some(parts.try_fold(first, |all, part| all.f_logical_and(&part))?))
     }
-    if let Some(key_mask) = &pattern.key_mask {
-        parts.push(key_mask.f_unsqueeze(1)?.f_unsqueeze(1)?);
-    }
-    if let Some(segments) = &pattern.segments {
-        let of_query = segments.f_unsqueeze(1)?.f_unsqueeze(-1)?;
-        parts.push(of_query.f_eq_tensor(&segments.f_unsqueeze(1)?.f_unsqueeze(1)?)?);
-    }
-    let mut parts = parts.into_iter();
-    let Some(first) = parts.next() else { return Ok(None) };
-    Ok(Some(parts.try_fold(first, |all, part| all.f_logical_and(&part))?))
 }
 
 /// The lowest finite number.

@@ -65,9 +65,10 @@ pub fn text_positions(batch: &Batch) -> Result<Tensor> {
     Ok(preceding.f_sub(&starts.f_cummax(1)?.0)?)
 }
 
-/// Tables of cosines and sines, each `[batch, sequence, 2 * num_frequencies]` in `kind`: frequency `j`
-/// turns by `positions[axes[j]] * inverse_frequencies[j]`, and the second half repeats the first.
-/// Angles, cosines and sines are fp32 and rounded once.
+/// Tables of cosines and sines for [`apply_rotary`], each `[batch, sequence, 1, 2 * num_frequencies]` in
+/// `kind`: frequency `j` turns by `positions[axes[j]] * inverse_frequencies[j]`, and the second half repeats
+/// the first, but that the first half of the sines is negative: the sign is here once instead of in every
+/// block. Angles, cosines and sines are fp32 and rounded once.
 ///
 /// `positions` is `[num_axes, batch, sequence]`, Int64; `axes` has one entry per frequency.
 ///
@@ -84,25 +85,24 @@ pub fn rotary_tables(
     let frequencies = upload(&Tensor::f_from_slice(inverse_frequencies)?, device)?;
     let positions = positions.f_index_select(0, &axes)?.f_permute([1, 2, 0])?;
     let angles = positions.f_to_kind(Kind::Float)?.f_mul(&frequencies)?;
-    let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
-    Ok((angles.f_cos()?.f_to_kind(kind)?, angles.f_sin()?.f_to_kind(kind)?))
+    let (cos, sin) = (angles.f_cos()?.f_to_kind(kind)?, angles.f_sin()?.f_to_kind(kind)?);
+    let cos = Tensor::f_cat(&[&cos, &cos], -1)?;
+    let sin = Tensor::f_cat(&[&sin.f_neg()?, &sin], -1)?;
+    Ok((cos.f_unsqueeze(2)?, sin.f_unsqueeze(2)?))
 }
 
 /// `x * cos + rotate_half(x) * sin`, where `rotate_half` swaps the halves of the last dimension and
 /// negates the new first one. In the dtype of `x`, every operation rounded.
 ///
-/// `x` is `[batch, heads, sequence, head_dim]`; the tables are those of [`rotary_tables`], in the same
+/// `x` is `[batch, sequence, heads, head_dim]`; the tables are those of [`rotary_tables`], in the same
 /// dtype.
 ///
 /// # Errors
 /// [`Error::Torch`] when the shapes do not fit.
 pub fn apply_rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let half = x.size4()?.3 / 2;
-    let first = x.f_narrow(-1, 0, half)?;
-    let second = x.f_narrow(-1, half, half)?;
-    let rotated = Tensor::f_cat(&[second.f_neg()?, first], -1)?;
-    let turned = rotated.f_mul(&sin.f_unsqueeze(1)?)?;
-    Ok(x.f_mul(&cos.f_unsqueeze(1)?)?.f_add(&turned)?)
+    // The tables negate: swapping is all that is left, forward and backward.
+    let swapped = x.f_roll([x.size4()?.3 / 2], [-1])?;
+    Ok(x.f_mul(cos)?.f_add(&swapped.f_mul(sin)?)?)
 }
 
 #[cfg(test)]
@@ -130,13 +130,14 @@ mod tests {
         // [axis, batch 1, sequence 2]
         let positions = Tensor::from_slice(&[1_i64, 2, 30, 40, 500, 600]).view([3, 1, 2]);
         let (cos, sin) = rotary_tables(&frequencies, &[0, 1, 2], &positions, Kind::Float).unwrap();
-        assert_eq!(cos.size(), [1, 2, 6]);
+        assert_eq!(cos.size(), [1, 2, 1, 6]);
         for (token, axes) in [[1.0, 30.0, 500.0], [2.0, 40.0, 600.0]].into_iter().enumerate() {
             for entry in 0..6 {
                 let angle = axes[entry % 3] * 100_f64.powf(-((entry % 3) as f64) / 3.0);
-                let at = [0, token as i64, entry as i64];
+                let at = [0, token as i64, 0, entry as i64];
+                let sign = if entry < 3 { -1.0 } else { 1.0 };
                 assert!((cos.double_value(&at) - angle.cos()).abs() < 1e-4);
-                assert!((sin.double_value(&at) - angle.sin()).abs() < 1e-4);
+                assert!((sin.double_value(&at) - sign * angle.sin()).abs() < 1e-4);
             }
         }
     }
@@ -154,6 +155,25 @@ mod tests {
         let score = |q: i64, k: i64| (turn(&query, q) * turn(&key, k)).sum(None).double_value(&[]);
         assert!((score(3, 1) - score(45, 43)).abs() < 1e-5);
         assert!((score(3, 1) - score(3, 2)).abs() > 1e-2);
+    }
+
+    #[test]
+    fn halves_are_swapped_and_the_new_first_one_is_negated() {
+        let frequencies = inverse_frequencies(10_000.0, 4).unwrap();
+        let position = Tensor::from_slice(&[3_i64]).view([1, 1, 1]);
+        let (cos, sin) = rotary_tables(&frequencies, &[0; 2], &position, Kind::Double).unwrap();
+        let x = Tensor::from_slice(&[1.0_f64, 2.0, 3.0, 4.0]).view([1, 1, 1, 4]);
+        let turned = Vec::<f64>::try_from(apply_rotary(&x, &cos, &sin).unwrap().view([4])).unwrap();
+        let angle = [3.0_f64, 0.03];
+        let wanted = [
+            angle[0].cos() - 3.0 * angle[0].sin(),
+            2.0 * angle[1].cos() - 4.0 * angle[1].sin(),
+            3.0 * angle[0].cos() + angle[0].sin(),
+            4.0 * angle[1].cos() + 2.0 * angle[1].sin(),
+        ];
+        for (found, wanted) in turned.iter().zip(wanted) {
+            assert!((found - wanted).abs() < 1e-6, "{turned:?}");
+        }
     }
 
     #[test]

@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::{Optimizer, OptimizerState, Parameter, check, own_tensor};
+use crate::device::{AdamStep, AdamTensors, fused_adam};
 use crate::error::{Error, Result};
 
 /// Settings of [`Adam`], with the defaults of `torch.optim.AdamW`.
@@ -70,13 +71,12 @@ impl Adam {
 impl Optimizer for Adam {
     fn step(&mut self, parameters: &[Parameter<'_>], learning_rate: f64) -> Result<()> {
         let _guard = tch::no_grad_guard();
-        let AdamOptions { beta1, beta2, eps, weight_decay, decoupled } = self.options;
         for parameter in parameters {
             let known = self.moments.get(parameter.name);
             check(parameter, known.map(|moments| &moments.mean))?;
         }
         for parameter in parameters {
-            let mut value = parameter.value.shallow_clone();
+            let value = parameter.value;
             let moments = match self.moments.entry(parameter.name.to_owned()) {
                 Entry::Occupied(entry) => entry.into_mut(),
                 Entry::Vacant(entry) => entry.insert(Moments {
@@ -85,36 +85,29 @@ impl Optimizer for Adam {
                     square: value.f_zeros_like()?,
                 }),
             };
-            // A restored state may come from a file, in host memory.
-            moments.mean = moments.mean.f_to_device(value.device())?;
-            moments.square = moments.square.f_to_device(value.device())?;
-            moments.num_steps += 1;
-
-            let with_decay = if weight_decay == 0.0 {
-                None
-            } else if decoupled {
-                let _ = value.f_mul_scalar_(1.0 - learning_rate * weight_decay)?;
-                None
-            } else {
-                Some(value.f_mul_scalar(weight_decay)?.f_add_(parameter.gradient)?)
-            };
-            let gradient = with_decay.as_ref().unwrap_or(parameter.gradient);
-            let _ = moments.mean.f_lerp_(gradient, 1.0 - beta1)?;
-            let _ = moments.square.f_lerp_(&gradient.f_mul(gradient)?, 1.0 - beta2)?;
-
-            // value -= learning_rate * (mean / correction1) / (sqrt(square / correction2) + eps), with
-            // the factors gathered in the divisor: addcdiv takes none.
-            let num_steps = moments.num_steps as f64;
-            let correction1 = 1.0 - beta1.powf(num_steps);
-            let correction2 = (1.0 - beta2.powf(num_steps)).sqrt();
-            if learning_rate != 0.0 {
-                let divisor = moments
-                    .square
-                    .f_sqrt()?
-                    .f_add_scalar_(eps * correction2)?
-                    .f_mul_scalar_(-correction1 / (correction2 * learning_rate))?;
-                let _ = value.f_addcdiv_(&moments.mean, &divisor)?;
+            if moments.mean.device() != value.device() {
+                // A restored state may come from a file, in host memory.
+                moments.mean = moments.mean.f_to_device(value.device())?;
+                moments.square = moments.square.f_to_device(value.device())?;
             }
+            moments.num_steps += 1;
+        }
+        // What has taken equally many steps is updated by the same few kernels.
+        let mut groups: BTreeMap<u64, Vec<AdamTensors<'_>>> = BTreeMap::new();
+        for &Parameter { name, value, gradient } in parameters {
+            let Some(Moments { num_steps, mean, square }) = self.moments.get(name) else {
+                continue;
+            };
+            let gradient = gradient.f_contiguous()?;
+            let tensors = AdamTensors { value, gradient, mean, square };
+            groups.entry(*num_steps).or_default().push(tensors);
+        }
+        let AdamOptions { beta1, beta2, eps, weight_decay, decoupled } = self.options;
+        let decoupled = decoupled.into();
+        let step = AdamStep { learning_rate, beta1, beta2, weight_decay, eps, decoupled };
+        for (num_steps, tensors) in groups {
+            let kind = (Kind::Float, tensors[0].value.device());
+            fused_adam(&tensors, &Tensor::f_full([], num_steps as f64, kind)?, &step)?;
         }
         Ok(())
     }

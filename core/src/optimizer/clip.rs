@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::device::{norms, scale};
 use crate::error::{Error, Result};
 
 /// Scales fp32 gradients in place so that the Euclidean norm over all of them is at most `max_norm`,
@@ -21,14 +22,12 @@ pub fn clip_gradient_norm(gradients: &[Tensor], max_norm: f64) -> Result<Tensor>
     if gradients.is_empty() {
         return Ok(Tensor::f_zeros([0; 0], (Kind::Float, Device::Cpu))?);
     }
-    let norms = gradients.iter().map(Tensor::f_norm).collect::<Result<Vec<_>, _>>()?;
-    let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
+    let gradients: Vec<&Tensor> = gradients.iter().collect();
+    let norm = Tensor::f_stack(&norms(&gradients)?, 0)?.f_norm()?;
     if max_norm.is_finite() {
         let factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar_(max_norm)?;
         let factor = factor.f_clamp_max(1.0)?;
-        for gradient in gradients {
-            let _ = gradient.shallow_clone().f_mul_(&factor)?;
-        }
+        scale(&gradients, &factor)?;
     }
     Ok(norm)
 }

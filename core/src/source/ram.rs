@@ -11,10 +11,7 @@ use crate::device::HostBuffer;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// Most bytes read from another source at once: bounds what a source with checksums must hold.
-const LOAD_BYTES: usize = 64 << 20;
-
-/// Holds the image of every block in host memory and lends it.
+/// Blocks that were made in host memory; it lends them.
 #[derive(Debug)]
 pub struct RamSource {
     blocks: Vec<BlockSpec>,
@@ -22,32 +19,8 @@ pub struct RamSource {
 }
 
 impl RamSource {
-    /// Loads all blocks of `source`. `reserve` makes the memory of each: [`HostBuffer::new`], or a
-    /// constructor of pinned memory for a CUDA device.
-    ///
-    /// # Errors
-    /// Whatever `source` and `reserve` return, with the block's name.
-    pub fn load(
-        source: &dyn BlockSource,
-        reserve: impl Fn(usize) -> Result<HostBuffer>,
-    ) -> Result<Self> {
-        let blocks = source.blocks().to_vec();
-        let load = |(index, spec): (usize, &BlockSpec)| {
-            let mut image = reserve(spec.image_bytes)?;
-            for (part, into) in image.bytes_mut().chunks_mut(LOAD_BYTES).enumerate() {
-                let start = part * LOAD_BYTES;
-                source.read(BlockIndex(index), start..start + into.len(), into)?;
-            }
-            Ok(image)
-        };
-        let load_named = |entry: (usize, &BlockSpec)| {
-            load(entry).map_err(|error: Error| error.in_block(&entry.1.name))
-        };
-        let images = blocks.iter().enumerate().map(load_named).collect::<Result<_>>()?;
-        Ok(Self { blocks, images })
-    }
-
     /// Blocks from tensors: name, placement and the named tensors of each, streamed ones first.
+    /// `reserve` makes the memory of each, as for [`TieredSource::load`](super::TieredSource::load).
     ///
     /// # Errors
     /// [`Error::Usage`] for another order; [`Error::Tensor`] for a name that occurs twice in a block or

@@ -2,8 +2,9 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::path::Path;
 
-use super::{BlockSource, check_request};
+use super::{BlockSource, Extent, check_request, push_extent};
 use crate::block::{BlockIndex, BlockSpec};
 use crate::checkpoint::{Layout, open, read_exact_at};
 use crate::error::{Error, Result};
@@ -75,5 +76,24 @@ impl BlockSource for SafetensorsSource {
         }
         into[filled - range.start..].fill(0);
         Ok(read_bytes)
+    }
+
+    fn files(&self) -> Vec<&Path> {
+        self.layout.files.iter().map(|file| &*file.path).collect()
+    }
+
+    fn extents(&self, block: BlockIndex) -> Option<Vec<Extent>> {
+        let spec = self.layout.blocks.get(block.0)?;
+        let mut extents = Vec::new();
+        for (tensor, source) in spec.tensors.iter().zip(self.layout.sources.get(block.0)?) {
+            let extent = Extent {
+                file: source.file,
+                file_offset_bytes: source.offset_bytes,
+                image_offset_bytes: tensor.offset_bytes,
+                num_bytes: tensor.num_bytes,
+            };
+            push_extent(&mut extents, extent);
+        }
+        Some(extents)
     }
 }

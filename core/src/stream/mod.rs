@@ -1,41 +1,54 @@
 //! The streaming engine: blocks in the order of an itinerary, through a bounded window of device memory.
 //!
 //! ```text
-//! source --read--> staging chunks --copy stream--> slot --lease--> compute stream
-//!          (transfer thread)                        ^                  |
-//!                                                   +----- event ------+
+//! source --reader--> staging chunks --copy stream--> slot --lease--> compute stream
+//!           (transfer thread)                         ^                  |
+//!                                                     +----- event ------+
 //! ```
+//! The pieces: [`schedule`] says which block goes where, [`chunks`] how its image is cut, [`staging`] holds
+//! the chunks and their reader, [`transfer`] moves blocks through them on the thread of [`worker`], and
+//! [`window`] orders all that against computation.
+//!
 //! There are `prefetch_ahead + 1` slots and never more blocks on the device than slots.
 //! The host decides what goes where from the itinerary alone ([`schedule`]); events order the reuse of a
 //! slot, so neither side waits for the other unless it has to.
 
+mod chunks;
 mod lease;
 mod readback;
 mod resident;
 mod schedule;
+mod staging;
 mod stats;
+mod trace;
 mod transfer;
 mod window;
 mod worker;
 
 use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub use lease::Lease;
 pub use readback::Readback;
-pub use resident::load_block;
+pub(crate) use resident::views;
+pub use resident::{LoadedBlock, LoadedBlocks, load_blocks};
 pub use stats::{Change, ResidencyObserver, StreamStats, Transition};
+pub use trace::{Lane, Span};
 
-use crate::block::{BlockIndex, BlockSpec, Placement};
+use crate::block::{BlockIndex, BlockSpec, Placement, TensorSpec};
 use crate::device::{CopyEngine, Event};
 use crate::error::{Error, Result};
+use crate::read::ReadMethod;
 use crate::source::BlockSource;
+use crate::state::NamedTensors;
 use schedule::Schedule;
 use stats::Residency;
-use transfer::{Copy, Transfer};
+use trace::{Timed, Trace};
+use transfer::{Transfer, TransferOptions};
 use worker::Worker;
 
 /// Visits after which open events are timed although nobody asks for the totals: they would pile up.
@@ -52,13 +65,57 @@ pub struct StreamOptions {
     pub chunk_bytes: usize,
     /// Staging chunks; together they are all the pinned memory that a streamed run needs.
     pub num_chunks: usize,
+    /// How files are read.
+    pub read: ReadMethod,
+    /// Reads under way at a time, as [`read::open`](crate::read::open) counts them.
+    pub queue_depth: usize,
+    /// Streamed blocks that are brought to the device at the start and stay there. They take no slot and
+    /// are counted apart.
+    pub kept: BTreeSet<BlockIndex>,
+    /// Blocks of placement [`Placement::Head`] that pass through the window like streamed ones.
+    pub also_streamed: BTreeSet<BlockIndex>,
+}
+
+impl StreamOptions {
+    /// Refuses staging that could hold nothing.
+    fn check(&self) -> Result<()> {
+        match self.chunk_bytes == 0 || self.num_chunks == 0 {
+            true => Err(Error::usage("staging needs at least one chunk of at least one byte")),
+            false => Ok(()),
+        }
+    }
+
+    /// Size of a staging chunk for blocks of `source` of at most `largest_bytes`: no more than they can use,
+    /// but whole checksums. What a reader must have aligned may be added.
+    pub fn chunk_bytes_for(&self, source: &dyn BlockSource, largest_bytes: usize) -> usize {
+        self.chunk_bytes.max(source.check_unit_bytes()).min(largest_bytes.max(1))
+    }
+
+    fn transfer(&self, source: &dyn BlockSource, largest_bytes: usize) -> TransferOptions {
+        TransferOptions {
+            chunk_bytes: self.chunk_bytes_for(source, largest_bytes),
+            num_chunks: self.num_chunks,
+            read: self.read,
+            queue_depth: self.queue_depth,
+            is_told: true,
+        }
+    }
 }
 
 impl Default for StreamOptions {
-    /// Two blocks ahead; eight chunks of 16 MiB: large enough that submitting a copy costs nothing,
-    /// small enough that a block is being copied while it is still being read.
+    /// Two blocks ahead; 32 chunks of 4 MiB: large enough that submitting a copy costs nothing, small
+    /// enough that a block is being copied while it is still being read.
     fn default() -> Self {
-        Self { prefetch_ahead: 2, slot_budget_bytes: None, chunk_bytes: 16 << 20, num_chunks: 8 }
+        Self {
+            prefetch_ahead: 2,
+            slot_budget_bytes: None,
+            chunk_bytes: 4 << 20,
+            num_chunks: 32,
+            read: ReadMethod::Auto,
+            queue_depth: 8,
+            kept: BTreeSet::new(),
+            also_streamed: BTreeSet::new(),
+        }
     }
 }
 
@@ -69,17 +126,52 @@ struct Slot {
     free: Option<Arc<Event>>,
     /// Whether the compute stream has been told to wait for the block's copy.
     ordered: bool,
+    /// The views last handed out, and the layout they are for: most blocks have the same.
+    views: Option<(Vec<TensorSpec>, NamedTensors)>,
+}
+
+impl Slot {
+    fn new(slot: usize, slot_bytes: usize, device: Device) -> Result<Self> {
+        let memory = Tensor::f_empty([slot_bytes.max(1) as i64], (Kind::Uint8, device));
+        let memory = memory.map_err(|error| match Error::from(error) {
+            Error::OutOfMemory { message, .. } => {
+                let action =
+                    format!("reserving slot {slot} of {slot_bytes} bytes; lower prefetch_ahead");
+                Error::OutOfMemory { action, message }
+            }
+            other => other,
+        })?;
+        Ok(Self { memory, free: None, ordered: false, views: None })
+    }
+
+    /// The tensors of the block in it.
+    fn views(&mut self, spec: &BlockSpec) -> Result<NamedTensors> {
+        if let Some((layout, views)) = &self.views
+            && *layout == spec.tensors
+            // A visit that made one ask for gradients must not make the next one's do so.
+            && !views.iter().any(|(_, tensor)| tensor.requires_grad())
+        {
+            return Ok(views.clone());
+        }
+        let views = resident::views(&self.memory, spec)?;
+        self.views = Some((spec.tensors.clone(), views.clone()));
+        Ok(views)
+    }
 }
 
 struct Inner {
     schedule: Schedule,
     slots: Vec<Slot>,
+    kept: BTreeMap<BlockIndex, LoadedBlock>,
     residency: Residency,
     stats: StreamStats,
     /// Pairs of events around each wait of the compute stream, until they can be timed.
-    waits: Vec<Copy>,
-    /// Copies to slots, until they can be timed.
-    copies: Vec<Arc<Copy>>,
+    waits: Vec<(Arc<Event>, Arc<Event>)>,
+    /// Reads, copies and visits, until they can be timed.
+    timed: Vec<Arc<Timed>>,
+    trace: Option<Trace>,
+    /// Blocks that the reader was told of beyond those it has a place for.
+    announced: VecDeque<BlockIndex>,
     resident_bytes: u64,
     visits_since_settling: usize,
     worker: Option<Worker>,
@@ -95,6 +187,14 @@ pub struct BlockStream {
     source: Arc<dyn BlockSource>,
     engine: Arc<dyn CopyEngine>,
     slot_bytes: usize,
+    /// Blocks of placement [`Placement::Head`] that pass through the window.
+    also_streamed: BTreeSet<BlockIndex>,
+    kept_bytes: usize,
+    kept_read_bytes: u64,
+    /// Whether any block has to be read when it is wanted.
+    reads: bool,
+    /// How far reading ahead can reach.
+    staging_bytes: usize,
     inner: RefCell<Inner>,
 }
 
@@ -110,21 +210,36 @@ impl fmt::Debug for BlockStream {
 }
 
 impl BlockStream {
-    /// An engine on the device of `engine`. Slots are allocated when they are first needed.
+    /// An engine on the device of `engine`, with its slots and the blocks that it keeps.
     ///
     /// # Errors
     /// [`Error::OversizedBlock`] when a streamed block does not fit the slot budget,
-    /// [`Error::Usage`] for options that make no sense.
+    /// [`Error::Usage`] for options that make no sense; whatever keeps the kept blocks from being loaded.
     pub fn new(
         source: Arc<dyn BlockSource>,
         engine: Arc<dyn CopyEngine>,
         options: &StreamOptions,
     ) -> Result<Self> {
-        if options.chunk_bytes == 0 || options.num_chunks == 0 {
-            return Err(Error::usage("staging needs at least one chunk of at least one byte"));
+        options.check()?;
+        let specs = || source.blocks().iter().enumerate().map(|(i, spec)| (BlockIndex(i), spec));
+        for block in options.kept.iter().chain(&options.also_streamed) {
+            let wanted = match options.kept.contains(block) {
+                true => Placement::Streamed,
+                false => Placement::Head,
+            };
+            if source.blocks().get(block.0).is_none_or(|spec| spec.placement != wanted) {
+                return Err(Error::usage(format!(
+                    "block {block} is not one of placement {wanted:?}"
+                )));
+            }
         }
-        let streamed =
-            || source.blocks().iter().filter(|block| block.placement == Placement::Streamed);
+        let streamed = || {
+            let passes = |block: &BlockIndex, spec: &BlockSpec| {
+                (spec.placement.is_streamed() && !options.kept.contains(block))
+                    || options.also_streamed.contains(block)
+            };
+            specs().filter(move |(block, spec)| passes(block, spec)).map(|(_, spec)| spec)
+        };
         let slot_bytes = streamed().map(|block| block.image_bytes).max().unwrap_or(0);
         if let Some(budget_bytes) = options.slot_budget_bytes
             && let Some(block) = streamed().find(|block| block.image_bytes > budget_bytes)
@@ -136,25 +251,60 @@ impl BlockStream {
             });
         }
         let num_slots = options.prefetch_ahead.saturating_add(1).min(streamed().count().max(1));
-        let transfer = Transfer::new(
-            Arc::clone(&source),
-            Arc::clone(&engine),
-            options.chunk_bytes.min(slot_bytes.max(1)),
-            options.num_chunks,
-        );
+        let kept: Vec<BlockIndex> = options.kept.iter().copied().collect();
+        let loaded = load_blocks(&source, &engine, &kept, options)?;
+        let transfer_options = options.transfer(&*source, slot_bytes);
+        let transfer = Transfer::new(Arc::clone(&source), Arc::clone(&engine), transfer_options);
+        let slots = (0..num_slots.min(streamed().count()))
+            .map(|slot| Slot::new(slot, slot_bytes, engine.device()))
+            .collect::<Result<_>>()?;
+        let moving = |block: &BlockIndex, spec: &BlockSpec| {
+            spec.placement.is_streamed() && !options.kept.contains(block)
+        };
+        let reads = specs()
+            .filter(|(block, spec)| moving(block, spec) || options.also_streamed.contains(block))
+            .any(|(block, _)| source.lend(block).is_none());
         let inner = Inner {
-            schedule: Schedule::new(num_slots),
-            slots: Vec::with_capacity(num_slots),
+            schedule: Schedule::new(num_slots, options.kept.clone()),
+            slots,
+            kept: kept.into_iter().zip(loaded.blocks).collect(),
             residency: Residency::default(),
             stats: StreamStats::default(),
             waits: Vec::new(),
-            copies: Vec::new(),
+            timed: Vec::new(),
+            trace: None,
+            announced: VecDeque::new(),
             resident_bytes: 0,
             visits_since_settling: 0,
             worker: Some(Worker::spawn(transfer, num_slots)?),
             failure: None,
         };
-        Ok(Self { source, engine, slot_bytes, inner: RefCell::new(inner) })
+        Ok(Self {
+            slot_bytes,
+            also_streamed: options.also_streamed.clone(),
+            kept_bytes: inner.kept.keys().map(|block| source.blocks()[block.0].image_bytes).sum(),
+            kept_read_bytes: loaded.read_bytes,
+            reads,
+            staging_bytes: transfer_options.chunk_bytes.saturating_mul(transfer_options.num_chunks),
+            source,
+            engine,
+            inner: RefCell::new(inner),
+        })
+    }
+
+    /// Whether `block` stays on the device.
+    pub fn is_kept(&self, block: BlockIndex) -> bool {
+        self.inner.try_borrow().is_ok_and(|inner| inner.kept.contains_key(&block))
+    }
+
+    /// Device memory of the kept blocks.
+    pub fn kept_bytes(&self) -> usize {
+        self.kept_bytes
+    }
+
+    /// Bytes that were read from storage to load them.
+    pub fn kept_read_bytes(&self) -> u64 {
+        self.kept_read_bytes
     }
 
     /// The device that blocks go to.
@@ -184,7 +334,8 @@ impl BlockStream {
     pub fn schedule(&self, visits: impl IntoIterator<Item = BlockIndex>) -> Result<()> {
         let visits: Vec<BlockIndex> = visits.into_iter().collect();
         let streamed = |block: &&BlockIndex| {
-            self.blocks().get(block.0).is_some_and(|spec| spec.placement == Placement::Streamed)
+            self.also_streamed.contains(block)
+                || self.blocks().get(block.0).is_some_and(|spec| spec.placement.is_streamed())
         };
         if let Some(block) = visits.iter().find(|block| !streamed(block)) {
             return Err(Error::usage(format!("block {block} is not a streamed block of {self:?}")));
@@ -218,18 +369,20 @@ impl BlockStream {
         if let Some(error) = inner.failure.take() {
             return Err(error);
         }
-        let Some((block, slot)) = inner.schedule.lease() else {
-            return Err(Error::usage("no visit is scheduled; call schedule first"));
-        };
         inner.visits_since_settling += 1;
         if inner.visits_since_settling >= VISITS_PER_SETTLING {
             self.settle(&mut inner)?;
         }
+        let Some((block, slot)) = inner.schedule.lease() else {
+            return Err(Error::usage("no visit is scheduled; call schedule first"));
+        };
         match self.make_usable(&mut inner, block, slot) {
-            Ok(tensors) => Ok(Lease { stream: self, block, slot, tensors }),
+            Ok((tensors, start)) => Ok(Lease { stream: self, block, slot, tensors, start }),
             Err(error) => {
                 inner.schedule.release();
-                self.leave(&mut inner, slot, Change::Failed);
+                if let Some(slot) = slot {
+                    self.leave(&mut inner, slot, Change::Failed);
+                }
                 self.abandon_inner(&mut inner);
                 Err(error)
             }
@@ -264,7 +417,8 @@ impl BlockStream {
         }
         inner.worker = None;
         inner.slots.clear();
-        inner.schedule = Schedule::new(0);
+        inner.kept.clear();
+        inner.schedule = Schedule::new(0, BTreeSet::new());
         settled
     }
 
@@ -319,7 +473,10 @@ impl BlockStream {
 impl Drop for BlockStream {
     fn drop(&mut self) {
         // An observer that panics in a destructor would end the process.
-        self.inner.get_mut().residency.observer = None;
+        let inner = self.inner.get_mut();
+        inner.residency.observer = None;
+        // A lease that was leaked must not keep the transfer thread alive longer than the slots.
+        inner.schedule.release();
         // Slots go back to libtorch's allocator: no copy may still write to them.
         if let Err(error) = self.close() {
             tracing::error!(%error, "the engine was dropped in use");

@@ -4,7 +4,7 @@
 //! slot whose content is needed last, and only if that is later than its own use.
 //! The decisions depend on the itinerary alone, never on timing.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::block::BlockIndex;
 
@@ -17,16 +17,25 @@ pub(super) struct Fetch {
 }
 
 /// Slots and the visits still to come.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Schedule {
     upcoming: VecDeque<BlockIndex>,
     slots: Vec<Option<BlockIndex>>,
-    leased: Option<usize>,
+    /// Blocks that stay on the device and need no slot.
+    kept: BTreeSet<BlockIndex>,
+    leased: Option<Leased>,
+}
+
+/// What is in use: the content of a slot, or a kept block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leased {
+    Slot(usize),
+    Kept,
 }
 
 impl Schedule {
-    pub(super) fn new(num_slots: usize) -> Self {
-        Self { upcoming: VecDeque::new(), slots: vec![None; num_slots], leased: None }
+    pub(super) fn new(num_slots: usize, kept: BTreeSet<BlockIndex>) -> Self {
+        Self { upcoming: VecDeque::new(), slots: vec![None; num_slots], kept, leased: None }
     }
 
     /// Appends visits to the itinerary.
@@ -47,13 +56,18 @@ impl Schedule {
     }
 
     fn choose(&self) -> Option<Fetch> {
-        let position =
-            self.upcoming.iter().position(|block| !self.slots.contains(&Some(*block)))?;
+        let position = self
+            .upcoming
+            .iter()
+            .position(|block| !self.kept.contains(block) && !self.slots.contains(&Some(*block)))?;
         let block = self.upcoming[position];
         let next_use = |held: BlockIndex| self.upcoming.iter().position(|block| *block == held);
         // An empty slot counts as content that is never needed, and so does a block without a next use.
-        let candidates =
-            self.slots.iter().enumerate().filter(|(slot, _)| self.leased != Some(*slot));
+        let candidates = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(slot, _)| self.leased != Some(Leased::Slot(*slot)));
         let (slot, evicted, use_position) = candidates
             .map(|(slot, held)| match held {
                 None => (slot, None, usize::MAX),
@@ -63,12 +77,37 @@ impl Schedule {
         (use_position > position).then_some(Fetch { block, slot, evicted })
     }
 
-    /// The next visit: its block and the slot it is in. Its fetch was planned before.
-    pub(super) fn lease(&mut self) -> Option<(BlockIndex, usize)> {
+    /// The blocks of the fetches to come, in order, until `enough` of them are found or no more are known.
+    pub(super) fn coming_fetches(
+        &self,
+        mut enough: impl FnMut(BlockIndex) -> bool,
+    ) -> Vec<BlockIndex> {
+        let (mut ahead, mut blocks) = (self.clone(), Vec::new());
+        loop {
+            while let Some(fetch) = ahead.next_fetch() {
+                blocks.push(fetch.block);
+                if enough(fetch.block) {
+                    return blocks;
+                }
+            }
+            match ahead.is_leased() {
+                true => ahead.release(),
+                false if ahead.lease().is_none() => return blocks,
+                false => {}
+            }
+        }
+    }
+
+    /// The next visit: its block and the slot it is in, none for a kept block. Its fetch was planned
+    /// before.
+    pub(super) fn lease(&mut self) -> Option<(BlockIndex, Option<usize>)> {
         let block = *self.upcoming.front()?;
-        let slot = self.slots.iter().position(|held| *held == Some(block))?;
+        let slot = match self.kept.contains(&block) {
+            true => None,
+            false => Some(self.slots.iter().position(|held| *held == Some(block))?),
+        };
         self.upcoming.pop_front();
-        self.leased = Some(slot);
+        self.leased = Some(slot.map_or(Leased::Kept, Leased::Slot));
         Some((block, slot))
     }
 
@@ -106,7 +145,7 @@ mod tests {
 
     /// Walks the itinerary of `num_steps` steps, each scheduled one step ahead; returns the fetches.
     fn walk(num_slots: usize, num_blocks: usize, lowest: usize, num_steps: usize) -> usize {
-        let mut schedule = Schedule::new(num_slots);
+        let mut schedule = Schedule::new(num_slots, BTreeSet::new());
         let mut num_fetches = 0;
         let step = visits(num_blocks, lowest);
         schedule.extend(step.clone());
@@ -156,8 +195,52 @@ mod tests {
     }
 
     #[test]
+    fn the_fetches_to_come_are_foretold_at_every_point() {
+        for (num_slots, num_blocks, lowest, kept) in
+            [(1, 5, 0, vec![]), (3, 7, 2, vec![6]), (2, 6, 3, vec![0, 4]), (3, 3, 0, vec![1])]
+        {
+            let kept = kept.into_iter().map(BlockIndex).collect();
+            let mut schedule = Schedule::new(num_slots, kept);
+            schedule
+                .extend(visits(num_blocks, lowest).into_iter().chain(visits(num_blocks, lowest)));
+            let mut foretold = schedule.coming_fetches(|_| false);
+            let mut one = true;
+            assert_eq!(schedule.coming_fetches(|_| std::mem::take(&mut one)), foretold[..1]);
+            loop {
+                for fetch in plan(&mut schedule) {
+                    assert_eq!(foretold.remove(0), fetch.block);
+                }
+                assert_eq!(schedule.coming_fetches(|_| false), foretold);
+                match schedule.is_leased() {
+                    true => schedule.release(),
+                    false if schedule.lease().is_none() => break,
+                    false => {}
+                }
+            }
+            assert!(foretold.is_empty());
+        }
+    }
+
+    #[test]
+    fn kept_blocks_are_visited_without_a_slot_and_leave_the_window_to_the_others() {
+        let kept = BTreeSet::from([BlockIndex(1), BlockIndex(3)]);
+        let mut schedule = Schedule::new(2, kept);
+        schedule.extend(visits(4, 0));
+        let (mut fetched, mut leased) = (Vec::new(), Vec::new());
+        loop {
+            fetched.extend(plan(&mut schedule).iter().map(|fetch| fetch.block.0));
+            let Some((block, slot)) = schedule.lease() else { break };
+            leased.push((block.0, slot.is_some()));
+            schedule.release();
+        }
+        assert_eq!(fetched, [0, 2], "both stay in their slots");
+        let visit = |block| (block, block % 2 == 0);
+        assert_eq!(leased, [0, 1, 2, 3, 3, 2, 1, 0].map(visit));
+    }
+
+    #[test]
     fn a_leased_slot_is_never_given_away() {
-        let mut schedule = Schedule::new(1);
+        let mut schedule = Schedule::new(1, BTreeSet::new());
         schedule.extend([BlockIndex(0), BlockIndex(1)]);
         assert_eq!(plan(&mut schedule).len(), 1);
         schedule.lease().unwrap();

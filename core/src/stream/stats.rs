@@ -23,12 +23,16 @@ pub struct StreamStats {
     pub host_wait_ms: f64,
     /// Time that the calling thread waited for values to come back from the device.
     pub device_wait_ms: f64,
+    /// Time that the compute stream spent in visits, from their first kernel to their last; what it stood
+    /// still in between included.
+    pub compute_ms: f64,
     /// Time that the reader waited for the device to empty its staging memory (the link was the limit).
     pub staging_wait_ms: f64,
-    /// Bytes that the source read from storage for streamed blocks.
+    /// Bytes of streamed blocks that came from storage and went to the device. What was read ahead and
+    /// forgotten after an error, or around tensors to keep an alignment, is not in it.
     pub read_bytes: u64,
-    /// Time spent in those reads.
-    pub read_ms: f64,
+    /// Time with at least one read under way.
+    pub read_busy_ms: f64,
     /// Streamed blocks on the device now, those on their way included.
     pub resident_blocks: usize,
     /// Most of them at one time.
@@ -42,7 +46,7 @@ pub struct StreamStats {
 impl StreamStats {
     /// Rate of reading from storage while reading, in 10^9 bytes per second; 0 when nothing was read.
     pub fn read_gb_per_s(&self) -> f64 {
-        rate(self.read_bytes, self.read_ms)
+        rate(self.read_bytes, self.read_busy_ms)
     }
 
     /// Rate of copying to the device while copying, in 10^9 bytes per second.

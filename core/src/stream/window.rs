@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::schedule::Fetch;
 use super::stats::{Change, Transition};
-use super::transfer::{Copy, Destination};
-use super::worker::{Content, Job};
-use super::{BlockStream, Inner, Slot, resident};
+use super::trace::{Lane, Timed};
+use super::transfer::Place;
+use super::worker::Content;
+use super::{BlockStream, Inner, Lease};
 use crate::block::BlockIndex;
+use crate::device::Event;
 use crate::error::{Error, Result};
 use crate::state::NamedTensors;
 
@@ -30,85 +32,115 @@ impl BlockStream {
                 return Err(error);
             }
         }
-        Ok(())
+        self.announce(inner)
     }
 
     pub(super) fn submit(&self, inner: &mut Inner, block: BlockIndex, slot: usize) -> Result<()> {
-        while inner.slots.len() <= slot {
-            let memory =
-                Tensor::f_empty([self.slot_bytes.max(1) as i64], (Kind::Uint8, self.device()))
-                    .map_err(|error| match Error::from(error) {
-                        Error::OutOfMemory { message, .. } => Error::OutOfMemory {
-                            action: format!(
-                                "reserving slot {slot} of {} bytes; lower prefetch_ahead",
-                                self.slot_bytes
-                            ),
-                            message,
-                        },
-                        other => other,
-                    })?;
-            inner.slots.push(Slot { memory, free: None, ordered: false });
-        }
         let target = &mut inner.slots[slot];
         target.ordered = false;
         // Memory of libtorch's allocator may still be in use by work queued before it was handed to us.
         let after = match target.free.take() {
-            Some(free) => Some(free),
-            None => Some(Arc::new(self.engine.record()?)),
+            Some(free) => free,
+            None => Arc::new(self.engine.record()?),
         };
-        let destination =
-            Destination { address: target.memory.data_ptr() as usize, num_bytes: self.slot_bytes };
-        match &inner.worker {
-            Some(worker) => worker.submit(Job { block, slot, destination, after }),
-            None => Err(Error::usage("the engine is closed")),
+        let address = target.memory.data_ptr() as usize;
+        let place = Place { slot, address, num_bytes: self.slot_bytes, after };
+        let Some(worker) = &inner.worker else { return Err(Error::usage("the engine is closed")) };
+        match inner.announced.front() {
+            Some(announced) if *announced == block => drop(inner.announced.pop_front()),
+            None => {}
+            Some(_) => {
+                inner.announced.clear();
+                worker.forget()?;
+            }
         }
+        worker.fetch(block, place)
     }
 
-    /// Waits until the copy into `slot` has been started and makes the compute stream wait for its end.
+    /// Tells the reader what it may read ahead, as far as the staging memory reaches.
+    fn announce(&self, inner: &mut Inner) -> Result<()> {
+        if !self.reads {
+            return Ok(());
+        }
+        let num_bytes = |block: BlockIndex| match self.source.lend(block) {
+            Some(_) => 0,
+            None => self.blocks()[block.0].image_bytes,
+        };
+        let mut ahead_bytes: usize = inner.announced.iter().map(|block| num_bytes(*block)).sum();
+        if ahead_bytes >= self.staging_bytes {
+            return Ok(());
+        }
+        ahead_bytes = 0;
+        let coming = inner.schedule.coming_fetches(|block| {
+            ahead_bytes += num_bytes(block);
+            ahead_bytes >= self.staging_bytes
+        });
+        let Some(worker) = &inner.worker else { return Ok(()) };
+        if !inner.announced.iter().eq(coming.iter().take(inner.announced.len())) {
+            inner.announced.clear();
+            worker.forget()?;
+        }
+        for block in coming.into_iter().skip(inner.announced.len()) {
+            worker.expect(block)?;
+            inner.announced.push_back(block);
+        }
+        Ok(())
+    }
+
+    /// Waits until the copy of the block has been started and makes the compute stream wait for its end.
     pub(super) fn make_usable(
         &self,
         inner: &mut Inner,
         block: BlockIndex,
-        slot: usize,
-    ) -> Result<NamedTensors> {
-        let copy = self.started(inner, slot)?;
-        if !inner.slots[slot].ordered {
-            let before = self.engine.record()?;
-            self.engine.wait(&copy.1)?;
-            inner.waits.push((before, self.engine.record()?));
-            inner.slots[slot].ordered = true;
-        }
-        note(inner, block, slot, Change::Leased);
-        resident::views(&inner.slots[slot].memory, &self.blocks()[block.0])
-    }
-
-    pub(super) fn started(&self, inner: &mut Inner, slot: usize) -> Result<Arc<Copy>> {
+        slot: Option<usize>,
+    ) -> Result<(NamedTensors, Arc<Event>)> {
+        let Some(slot) = slot else {
+            let kept = inner.kept.get(&block).map(|kept| kept.tensors.clone());
+            let tensors = kept.ok_or_else(|| Error::usage("the engine is closed"))?;
+            return Ok((tensors, Arc::new(self.engine.record()?)));
+        };
         let Some(worker) = &inner.worker else { return Err(Error::usage("the engine is closed")) };
         let start = Instant::now();
         let shared = Arc::clone(&worker.shared);
-        let mut progress = shared
-            .wait_until(|progress| !matches!(progress.contents[slot], Some(Content::Pending)));
+        let copy = shared.started(slot);
         inner.stats.host_wait_ms += start.elapsed().as_secs_f64() * 1e3;
-        match &mut progress.contents[slot] {
-            Some(Content::Started(copy)) => Ok(Arc::clone(copy)),
-            content => match content.take() {
-                Some(Content::Failed(error)) => Err(error),
-                _ => Err(Error::usage("the slot was never filled")),
-            },
+        let copy = copy?;
+        let mut now = Arc::new(self.engine.record()?);
+        if !inner.slots[slot].ordered {
+            self.engine.wait(&copy.end)?;
+            let after = Arc::new(self.engine.record()?);
+            inner.waits.push((std::mem::replace(&mut now, Arc::clone(&after)), after));
+            inner.slots[slot].ordered = true;
         }
+        note(inner, block, slot, Change::Leased);
+        Ok((inner.slots[slot].views(&self.blocks()[block.0])?, now))
     }
 
-    pub(super) fn release(&self, block: BlockIndex, slot: usize) {
+    pub(super) fn release(&self, lease: &Lease<'_>) {
         let Ok(mut inner) = self.inner.try_borrow_mut() else {
             tracing::error!("a lease was dropped from inside an observer");
             return;
         };
         inner.schedule.release();
-        match self.engine.record() {
-            Ok(event) => inner.slots[slot].free = Some(Arc::new(event)),
+        match self.engine.record().map(Arc::new) {
+            Ok(end) => {
+                let (block, start) = (lease.block, Arc::clone(&lease.start));
+                if let Some(slot) = lease.slot {
+                    inner.slots[slot].free = Some(Arc::clone(&end));
+                }
+                inner.timed.push(Arc::new(Timed {
+                    lane: Lane::Compute,
+                    block,
+                    num_bytes: 0,
+                    start,
+                    end,
+                }));
+            }
             Err(error) => tracing::error!(%error, "the end of a visit could not be marked"),
         }
-        note(&mut inner, block, slot, Change::Released);
+        if let Some(slot) = lease.slot {
+            note(&mut inner, lease.block, slot, Change::Released);
+        }
         if inner.worker.is_some()
             && let Err(error) = self.fetch(&mut inner)
         {
@@ -119,9 +151,13 @@ impl BlockStream {
     pub(super) fn abandon_inner(&self, inner: &mut Inner) {
         inner.schedule.clear();
         inner.failure = None;
+        inner.announced.clear();
         let Some(worker) = &inner.worker else { return };
+        if let Err(error) = worker.forget() {
+            tracing::error!(%error, "what was read ahead could not be forgotten");
+        }
         let shared = Arc::clone(&worker.shared);
-        let mut progress = shared.wait_until(|progress| progress.num_open_jobs == 0);
+        let mut progress = shared.wait_until(|progress| progress.num_open == 0);
         for slot in 0..inner.slots.len() {
             if matches!(progress.contents[slot], Some(Content::Failed(_))) {
                 progress.contents[slot] = None;
@@ -144,7 +180,7 @@ impl BlockStream {
         let progress = worker.shared.lock();
         for content in progress.contents.iter().flatten() {
             if let Content::Started(copy) = content
-                && let Err(error) = self.engine.synchronize(&copy.1)
+                && let Err(error) = self.engine.synchronize(&copy.end)
             {
                 tracing::error!(%error, "a copy did not end");
             }
@@ -156,22 +192,30 @@ impl BlockStream {
         inner.visits_since_settling = 0;
         if let Some(worker) = &inner.worker {
             let mut progress = worker.shared.lock();
-            let moved = std::mem::take(&mut progress.totals);
+            let moved = std::mem::take(&mut progress.moved);
             inner.stats.read_bytes += moved.read_bytes as u64;
-            inner.stats.read_ms += moved.read_ms;
+            inner.stats.read_busy_ms += moved.read_busy_ms;
             inner.stats.staging_wait_ms += moved.staging_wait_ms;
             inner.stats.h2d_bytes += moved.copied_bytes as u64;
             inner.stats.staging_bytes = progress.staging_bytes as u64;
-            inner.copies.extend(moved.copies);
+            inner.timed.extend(moved.timed);
         }
         let mut open = Vec::new();
-        for copy in std::mem::take(&mut inner.copies) {
-            match self.engine.elapsed_ms(&copy.0, &copy.1)? {
-                Some(ms) => inner.stats.h2d_ms += ms,
-                None => open.push(copy),
+        for timed in std::mem::take(&mut inner.timed) {
+            let Some(ms) = timed.elapsed_ms(&*self.engine)? else {
+                open.push(timed);
+                continue;
+            };
+            match timed.lane {
+                Lane::Read => {}
+                Lane::Copy => inner.stats.h2d_ms += ms,
+                Lane::Compute => inner.stats.compute_ms += ms,
+            }
+            if let Some(trace) = &mut inner.trace {
+                trace.add(&timed, &*self.engine)?;
             }
         }
-        inner.copies = open;
+        inner.timed = open;
         let mut open = Vec::new();
         for wait in std::mem::take(&mut inner.waits) {
             match self.engine.elapsed_ms(&wait.0, &wait.1)? {
@@ -183,11 +227,15 @@ impl BlockStream {
         Ok(())
     }
 
-    pub(super) fn slot_owns(&self, slot: usize, tensor: &Tensor) -> bool {
+    pub(super) fn owns(&self, lease: &Lease<'_>, tensor: &Tensor) -> bool {
         let Ok(inner) = self.inner.try_borrow() else { return false };
-        let Some(slot) = inner.slots.get(slot) else { return false };
-        let start = slot.memory.data_ptr() as usize;
-        (start..start + self.slot_bytes).contains(&(tensor.data_ptr() as usize))
+        let memory = match lease.slot {
+            Some(slot) => inner.slots.get(slot).map(|slot| &slot.memory),
+            None => inner.kept.get(&lease.block).map(|kept| &kept.image),
+        };
+        let Some(memory) = memory else { return false };
+        let start = memory.data_ptr() as usize;
+        (start..start + memory.numel()).contains(&(tensor.data_ptr() as usize))
     }
 }
 

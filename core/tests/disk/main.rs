@@ -7,11 +7,15 @@
 
 mod atomic;
 mod checkpoint;
+mod extents;
 mod layout;
+mod reading;
 mod shards;
 mod sources;
+mod stripes;
 mod synthesize;
 mod tensors;
+mod tiered;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

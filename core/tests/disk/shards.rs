@@ -44,7 +44,7 @@ fn read_all(source: &dyn BlockSource, block: usize) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn files_are_aligned_and_dealt_over_the_folders() {
+fn files_are_aligned_and_stripes_dealt_over_the_folders() {
     let [first, second] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let source = source();
     let mut seen = Vec::new();
@@ -57,8 +57,13 @@ fn files_are_aligned_and_dealt_over_the_folders() {
     assert_eq!(seen.last(), Some(&(summary.total_bytes, summary.total_bytes)));
     assert!(seen.is_sorted());
     assert_eq!(names_in(first.path()), ["block-00000.bin", "block-00002.bin", "manifest.json"]);
-    assert_eq!(names_in(&directories[1]), ["block-00001.bin"]);
-    assert_eq!(directories[1].join("block-00001.bin").metadata().unwrap().len(), 8192);
+    assert_eq!(names_in(&directories[1]), ["block-00000.bin", "block-00001.bin"]);
+    let size = |folder: &Path, file| folder.join(file).metadata().unwrap().len() as usize;
+    // Stripes 0 and 2 in the first folder, 1 in the second; block 1 begins in the second.
+    assert_eq!(size(first.path(), "block-00000.bin"), CHUNK_BYTES + 4096);
+    assert_eq!(size(&directories[1], "block-00000.bin"), CHUNK_BYTES);
+    assert_eq!(size(&directories[1], "block-00001.bin"), 8192);
+    assert_eq!(size(first.path(), "block-00002.bin"), 0);
     let shards = ShardSource::open(first.path(), None).unwrap();
     for block in 0..3 {
         assert_eq!(read_all(&shards, block).unwrap(), read_all(&*source, block).unwrap());
@@ -135,14 +140,18 @@ fn stale_foreign_and_damaged_manifests_are_refused_with_the_reason() {
     let manifest = path.join("manifest.json");
     let text = std::fs::read_to_string(&manifest).unwrap();
     for (from, to, part) in [
-        ("\"version\":1", "\"version\":2", "version 2"),
-        ("\"version\":1,", "", "version none"),
+        (
+            "\"version\":2",
+            "\"version\":1",
+            "version 1, but this program reads version 2; write the",
+        ),
+        ("\"version\":2,", "", "version none"),
         ("blockstreamer-shards", "something", "not a manifest of shards"),
         ("\"offset_bytes\":0", "\"offset_bytes\":8", "layers.0"),
         ("\"image_bytes\":5120", "\"image_bytes\":1024", "layers.1"),
         ("\"shape\":[5000]", "\"shape\":[18446744073709551615]", "too large"),
         ("block-00001.bin", "../block-00001.bin", "cannot be"),
-        ("\"directory\":0", "\"directory\":3", "cannot be"),
+        ("\"directories\":[\".\"]", "\"directories\":[]", "no folder"),
         ("\"chunk_crc32\":[", "\"chunk_crc32\":[5,", "checksums"),
         ("}", "", "damaged"),
     ] {

@@ -9,7 +9,7 @@ use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::source::shards::{ShardSource, write_shards};
 use blockstreamer_core::source::{
-    BlockSource, FaultySource, RamSource, SafetensorsSource, ThrottledSource,
+    BlockSource, FaultySource, RamSource, SafetensorsSource, ThrottledSource, TieredSource,
 };
 use blockstreamer_core::tch::{Kind, Tensor};
 use blockstreamer_core::weights::{Role, WeightTable, row};
@@ -23,12 +23,6 @@ fn every_source_returns_every_byte_of_random_checkpoints() {
         let numbers = &mut Numbers(!seed);
         let files = SafetensorsSource::open(fixture.layout()).unwrap();
         fixture.check(&files, numbers);
-
-        let ram = RamSource::load(&files, HostBuffer::new).unwrap();
-        fixture.check(&ram, numbers);
-        for block in 0..ram.blocks().len() {
-            assert_eq!(ram.lend(BlockIndex(block)).unwrap().bytes(), fixture.image(block));
-        }
 
         let target = tempfile::tempdir().unwrap();
         write_shards(&files, "id", &[target.path().to_owned()], &mut |_| {}).unwrap();
@@ -117,7 +111,7 @@ fn a_file_cut_after_it_was_opened_is_an_error_that_names_it() {
 fn requests_outside_a_block_are_refused() {
     let fixture = Fixture::random(5);
     let files: Arc<dyn BlockSource> = Arc::new(SafetensorsSource::open(fixture.layout()).unwrap());
-    let ram = RamSource::load(&*files, HostBuffer::new).unwrap();
+    let ram = TieredSource::load(Arc::clone(&files), &[BlockIndex(0)], HostBuffer::new).unwrap();
     for source in [&*files, &ram] {
         let image_bytes = source.blocks()[0].image_bytes;
         let mut into = vec![0; image_bytes + 1];
@@ -164,8 +158,6 @@ fn a_fault_hits_the_chosen_read_once_and_names_the_source() {
     read().unwrap();
     assert_says(read(), &["injected fault in read 1", "safetensors files in"]);
     read().unwrap();
-    let failing = FaultySource::new(Arc::new(source), vec![(BlockIndex(1), 0)]);
-    assert_says(RamSource::load(&failing, HostBuffer::new), &["block 'block.1'", "injected"]);
 }
 
 #[test]

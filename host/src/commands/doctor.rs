@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use blockstreamer_core::device::{cuda_info, host_to_device_gb_per_s, load_cuda};
 use blockstreamer_core::plugin::fingerprint;
+use blockstreamer_core::read::{ReadOffer, drive_gb_per_s};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -15,7 +16,10 @@ use super::{print, print_json};
 use crate::plugins::Registry;
 use crate::size::Size;
 
-const SAMPLE_BYTES: usize = 256 << 20;
+/// Bytes that are copied to the device to measure the link.
+const LINK_SAMPLE_BYTES: usize = 256 << 20;
+/// Bytes that are written and read to measure the disk, if there is room for them.
+const DISK_SAMPLE_BYTES: u64 = 1 << 30;
 
 pub(super) fn run(registry: &Registry, json: bool, path: &Path) -> Result<()> {
     let report = json!({
@@ -64,7 +68,7 @@ fn cuda() -> Value {
     if let Err(reason) = load_cuda() {
         return json!({ "available": false, "reason": reason.to_string() });
     }
-    match (cuda_info(0), host_to_device_gb_per_s(Device::Cuda(0), SAMPLE_BYTES)) {
+    match (cuda_info(0), host_to_device_gb_per_s(Device::Cuda(0), LINK_SAMPLE_BYTES)) {
         (Ok(info), Ok(rate)) => json!({
             "available": true,
             "name": info.name,
@@ -102,29 +106,54 @@ fn memory() -> Value {
 }
 
 fn disk(path: &Path) -> Value {
-    match disk_gb_per_s(path) {
-        Ok(rate) => json!({ "path": path, "read_gb_per_s": rate }),
-        Err(error) => json!({ "path": path, "error": format!("{error:#}") }),
-    }
+    measure_disk(path)
+        .unwrap_or_else(|error| json!({ "path": path, "error": format!("{error:#}") }))
 }
 
-/// Rate of reading a file that was just written, with its pages dropped from the cache.
-fn disk_gb_per_s(folder: &Path) -> Result<f64> {
+/// How files in `folder` are read, and how fast: a file that was just written, past the page cache in
+/// the best way, and through it as other programs do, with its pages dropped.
+fn measure_disk(folder: &Path) -> Result<Value> {
+    let room = rustix::fs::statvfs(folder)
+        .with_context(|| format!("cannot inspect {}", folder.display()))?;
+    // Never more than a quarter of what is left.
+    let sample_bytes = DISK_SAMPLE_BYTES.min(room.f_bavail.saturating_mul(room.f_frsize) / 4);
     let mut file = tempfile::NamedTempFile::new_in(folder)
         .with_context(|| format!("cannot write into {}", folder.display()))?;
     // Not all zeros: some file systems store those without writing them.
     let chunk: Vec<u8> =
         (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-    for _ in 0..SAMPLE_BYTES / chunk.len() {
-        file.write_all(&chunk)?;
+    for _ in 0..(sample_bytes / chunk.len() as u64).max(1) {
+        file.write_all(&chunk)
+            .with_context(|| format!("cannot write into {}", folder.display()))?;
     }
     file.as_file().sync_all()?;
-    rustix::fs::fadvise(file.as_file(), 0, None, rustix::fs::Advice::DontNeed)?;
-    let mut reader = File::open(file.path())?;
+    let offer = ReadOffer::of(file.path())?;
+    let rate = drive_gb_per_s(&[file.path()], u64::MAX)?;
+    Ok(json!({
+        "path": folder,
+        "reader": offer.choice(),
+        "io_uring": offer.io_uring.map_or_else(|reason| json!(reason), |()| json!(true)),
+        "direct_alignment_bytes": offer.direct.map_or_else(|reason| json!(reason), |bytes| json!(bytes)),
+        "read_gb_per_s": round(rate.gb_per_s),
+        "read_with": rate.how,
+        "buffered_gb_per_s": buffered_gb_per_s(file.path())?,
+    }))
+}
+
+/// Rate of plain reads, one after another.
+fn buffered_gb_per_s(path: &Path) -> Result<f64> {
+    let mut reader = File::open(path)?;
+    rustix::fs::fadvise(&reader, 0, None, rustix::fs::Advice::DontNeed)?;
     let mut buffer = vec![0; 4 << 20];
+    let mut read_bytes = 0;
     let start = Instant::now();
-    while reader.read(&mut buffer)? > 0 {}
-    Ok(round(SAMPLE_BYTES as f64 / start.elapsed().as_secs_f64() / 1e9))
+    loop {
+        match reader.read(&mut buffer)? {
+            0 => break,
+            num_bytes => read_bytes += num_bytes,
+        }
+    }
+    Ok(round(read_bytes as f64 / start.elapsed().as_secs_f64() / 1e9))
 }
 
 fn round(value: f64) -> f64 {

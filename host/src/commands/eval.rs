@@ -3,13 +3,12 @@
 use anyhow::{Context, Result};
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::device::set_deterministic;
-use blockstreamer_core::execute::Executor;
 use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::EvalArgs;
 use crate::data::{BatchOptions, DatasetOptions, Overflow};
-use crate::engine::{OpenModel, StreamConfig, device, executor_options};
+use crate::engine::{Job, Launch, OpenModel, StreamConfig, device};
 use crate::plugins::Registry;
 use crate::run::load_rows;
 
@@ -24,25 +23,36 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     let batches = load_rows(&open, &args.data, rows, order)?;
     let stream = StreamConfig {
         tier: args.tier,
+        vram: args.vram,
+        ram: args.ram,
         prefetch_ahead: args.prefetch_ahead,
         ..StreamConfig::default()
     };
-    let adapter: Option<Box<dyn Adapter>> = match &args.adapter {
-        None => None,
-        Some(folder) => Some(Box::new(Lora::import(folder, &open.model.sites()?, device)?)),
+    let rows_per_pass = ROWS_PER_PASS.div_ceil(args.batch_size);
+    let launch = Launch {
+        registry,
+        open: &open,
+        stream: &stream,
+        device,
+        dtype: args.dtype,
+        job: Job {
+            trains: false,
+            tokens: args.batch_size * batches.longest_row(),
+            num_micro_batches: rows_per_pass,
+        },
+        seed: 0,
     };
-    let source = open.source(&stream, device)?;
-    let executor = Executor::new(
-        open.model,
-        source,
-        adapter,
-        executor_options(device, args.dtype, &stream, 0)?,
-    )?;
+    let sites = open.model.sites()?;
+    let adapter = || -> Result<Option<Box<dyn Adapter>>> {
+        let Some(folder) = &args.adapter else { return Ok(None) };
+        Ok(Some(Box::new(Lora::import(folder, &sites, device)?)))
+    };
+    let executor = launch.start(&adapter)?.executor;
 
     // Many rows pass through a block during one visit: weights are read once for all of them.
     let (mut sum, mut num_targets, mut num_rows) = (0.0, 0_usize, 0);
     let steps = batches.in_order().collect::<Result<Vec<_>, _>>()?;
-    for group in steps.chunks(ROWS_PER_PASS.div_ceil(args.batch_size)) {
+    for group in steps.chunks(rows_per_pass) {
         let group: Vec<_> = group.iter().flat_map(|step| step.batches.iter().cloned()).collect();
         num_rows += group.iter().map(|batch| batch.input_ids.size()[0]).sum::<i64>();
         let loss = executor.evaluate(&group)?;

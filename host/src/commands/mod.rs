@@ -1,9 +1,11 @@
 //! What each command does. `Ok(false)` is work that was done and found something wrong.
 
+mod bench;
 mod conformance;
 mod doctor;
 mod eval;
 pub mod families;
+mod plan;
 mod shard;
 mod synth;
 mod train;
@@ -28,9 +30,11 @@ pub fn run(cli: Cli) -> Result<bool> {
     match cli.command {
         Command::Families { json } => families::run(&registry, json).map(|()| true),
         Command::Synth(args) => synth::run(&registry, &args).map(|()| true),
+        Command::Plan(args) => plan::run(&registry, &args).map(|()| true),
         Command::Shard(args) => shard::run(&registry, &args),
         Command::Train(args) => train::run(&registry, args).map(|()| true),
         Command::Eval(args) => eval::run(&registry, &args).map(|()| true),
+        Command::Bench(what) => bench::run(&registry, &what).map(|()| true),
         Command::Conformance(args) => conformance::run(&registry, &args),
         Command::Doctor { json, path } => doctor::run(&registry, json, &path).map(|()| true),
     }

@@ -1,7 +1,7 @@
 //! `synth`: a random checkpoint in the published layout, with a tokenizer.
 
 use anyhow::{Context, Result, bail};
-use blockstreamer_core::checkpoint::{SynthesizeOptions, synthesize};
+use blockstreamer_core::checkpoint::{SynthesizeOptions, Synthesized, synthesize};
 
 use super::print;
 use crate::cli::SynthArgs;
@@ -14,6 +14,18 @@ const CORPUS: [&str; 2] =
     [include_str!("../../assets/corpus.txt"), include_str!("../../assets/demo.jsonl")];
 
 pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
+    let written = write(registry, args)?;
+    print(&format!(
+        "wrote {} tensors, {} in {} file(s), to {}",
+        written.num_tensors,
+        Size { num_bytes: written.num_bytes },
+        written.num_files,
+        args.out.display()
+    ))
+}
+
+/// Writes the checkpoint that `args` ask for.
+pub(super) fn write(registry: &Registry, args: &SynthArgs) -> Result<Synthesized> {
     let (name, size) = args.model.split_once(':').with_context(|| {
         format!("'{}' names no size; write family:size, for example qwen3-vl:tiny", args.model)
     })?;
@@ -39,7 +51,7 @@ pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
             .push((entry.file_name().to_string_lossy().into_owned(), std::fs::read(entry.path())?));
     }
     extra_files.sort();
-    let written = synthesize(
+    Ok(synthesize(
         &model.weights()?,
         &SynthesizeOptions {
             directory: args.out.clone(),
@@ -49,12 +61,5 @@ pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
             max_file_bytes: args.max_file.num_bytes,
             extra_files,
         },
-    )?;
-    print(&format!(
-        "wrote {} tensors, {} in {} file(s), to {}",
-        written.num_tensors,
-        Size { num_bytes: written.num_bytes },
-        written.num_files,
-        args.out.display()
-    ))
+    )?)
 }

@@ -5,13 +5,21 @@ use anyhow::Result;
 use super::print;
 use crate::cli::TrainArgs;
 use crate::plugins::Registry;
-use crate::run::{Overrides, RunConfig, train};
+use crate::run::{Overrides, RunConfig, TrainOptions, train};
 use crate::size::Size;
 
 pub(super) fn run(registry: &Registry, args: TrainArgs) -> Result<()> {
-    let overrides = Overrides { model: args.model, data: args.data, out: args.out, set: args.set };
+    let overrides = Overrides {
+        model: args.model,
+        data: args.data,
+        out: args.out,
+        vram: args.vram,
+        ram: args.ram,
+        set: args.set,
+    };
     let config = RunConfig::load(args.config.as_deref(), &overrides)?;
-    let summary = train(registry, &config, args.resume)?;
+    let options = TrainOptions { resume: args.resume, trace: args.trace.as_deref() };
+    let summary = train(registry, &config, options)?;
     let stats = &summary.stats;
     let peak = summary.peak_device_bytes.map_or_else(String::new, |num_bytes| {
         format!("; {} of device memory in all", Size { num_bytes: num_bytes as u64 })

@@ -20,15 +20,11 @@ pub struct BatchOptions {
     pub shuffle: bool,
 }
 
-/// The micro-batches of one optimizer step, and what they hold.
+/// The micro-batches of one optimizer step.
 #[derive(Debug)]
 pub struct Step {
     /// One entry per micro-batch, each padded on the right to its own longest row.
     pub batches: Vec<Batch>,
-    /// Tokens of all micro-batches, padding left out.
-    pub num_tokens: usize,
-    /// Tokens that contribute to the loss: what the step's loss is divided by.
-    pub num_targets: usize,
 }
 
 /// The endless sequence of optimizer steps over a dataset.
@@ -72,6 +68,11 @@ impl Batches {
         epochs.saturating_mul(self.samples.len() as u64).div_ceil(self.rows_per_step())
     }
 
+    /// Tokens of the longest row, to which a micro-batch may be padded.
+    pub fn longest_row(&self) -> usize {
+        self.samples.iter().map(|sample| sample.ids.len()).max().unwrap_or(0)
+    }
+
     /// Step `step`, from 0. Any order of calls gives the same steps.
     ///
     /// # Errors
@@ -80,11 +81,9 @@ impl Batches {
         let first = step * self.rows_per_step();
         let rows: Vec<usize> =
             (first..first + self.rows_per_step()).map(|row| self.sample_of(row)).collect();
-        let mut result = Step { batches: Vec::new(), num_tokens: 0, num_targets: 0 };
+        let mut result = Step { batches: Vec::new() };
         for rows in rows.chunks(self.options.batch_size) {
             let rows: Vec<&Sample> = rows.iter().map(|row| &self.samples[*row]).collect();
-            result.num_tokens += rows.iter().map(|row| row.ids.len()).sum::<usize>();
-            result.num_targets += rows.iter().map(|row| row.num_targets()).sum::<usize>();
             result.batches.push(pad(&rows, self.pad_id)?);
         }
         Ok(result)
@@ -97,11 +96,7 @@ impl Batches {
     pub fn in_order(&self) -> impl Iterator<Item = Result<Step>> {
         self.samples.chunks(self.options.batch_size).map(|rows| {
             let rows: Vec<&Sample> = rows.iter().collect();
-            Ok(Step {
-                batches: vec![pad(&rows, self.pad_id)?],
-                num_tokens: rows.iter().map(|row| row.ids.len()).sum(),
-                num_targets: rows.iter().map(|row| row.num_targets()).sum(),
-            })
+            Ok(Step { batches: vec![pad(&rows, self.pad_id)?] })
         })
     }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::Overflow;
 use crate::engine::{Precision, StreamConfig};
+use crate::size::Size;
 
 /// Every setting of a training run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -242,6 +243,10 @@ pub struct Overrides {
     pub data: Option<PathBuf>,
     /// `--out`
     pub out: Option<PathBuf>,
+    /// `--vram`
+    pub vram: Option<Size>,
+    /// `--ram`
+    pub ram: Option<Size>,
     /// `--set key=value`, in order.
     pub set: Vec<String>,
 }
@@ -295,6 +300,8 @@ impl RunConfig {
                 target.clone_from(given);
             }
         }
+        config.stream.vram = overrides.vram.or(config.stream.vram);
+        config.stream.ram = overrides.ram.or(config.stream.ram);
         config.check()?;
         // So that config.toml, which lies elsewhere, means the same files.
         let paths = [&mut config.model, &mut config.data.path, &mut config.out];

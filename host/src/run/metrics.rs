@@ -8,6 +8,8 @@ use anyhow::{Context, Result};
 use blockstreamer_core::checkpoint::atomic::write_file;
 use serde::{Deserialize, Serialize};
 
+use super::shares::StepTimes;
+
 /// What one optimizer step did.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
@@ -27,6 +29,9 @@ pub struct StepMetrics {
     pub read_bytes: u64,
     /// Bytes copied to the device.
     pub h2d_bytes: u64,
+    /// Who was busy meanwhile.
+    #[serde(flatten)]
+    pub times: StepTimes,
 }
 
 /// Appends to `metrics.jsonl`.
@@ -87,6 +92,7 @@ mod tests {
             seconds: 0.5,
             read_bytes: 7,
             h2d_bytes: 8,
+            times: StepTimes { copy_ms: 1.5, ..StepTimes::default() },
         };
         let mut file = MetricsFile::open(&path, 0).unwrap();
         for step in 1..=4 {
@@ -103,5 +109,15 @@ mod tests {
         let steps: Vec<StepMetrics> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(steps, [line(1), line(2), line(3)]);
+    }
+
+    #[test]
+    fn lines_from_before_times_were_kept_are_still_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let old = r#"{"step": 1, "loss": 2.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens": 5, "seconds": 0.5, "read_bytes": 7, "h2d_bytes": 8}"#;
+        std::fs::write(&path, format!("{old}\n")).unwrap();
+        MetricsFile::open(&path, 1).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap().trim(), old);
     }
 }

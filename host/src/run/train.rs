@@ -1,23 +1,33 @@
 //! The training loop.
 
-use std::path::PathBuf;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::device::{memory_stats, set_deterministic};
-use blockstreamer_core::execute::{Executor, Gradients, StepLoss, StepOptions};
-use blockstreamer_core::optimizer::{Optimizer, Parameter, Schedule, by_name, clip_gradient_norm};
-use blockstreamer_core::stream::{Readback, StreamStats};
+use blockstreamer_core::execute::{Executor, StepOptions};
+use blockstreamer_core::optimizer::{Optimizer, Schedule, by_name};
+use blockstreamer_core::stream::StreamStats;
 
 use super::checkpoint::{self, Checkpoint};
-use super::metrics::{MetricsFile, StepMetrics};
+use super::metrics::MetricsFile;
 use super::progress::Progress;
 use super::rows::load_rows;
+use super::step::{Launched, Stepper, adapter_of};
 use super::{RunConfig, RunFolder};
 use crate::data::{BatchOptions, Batches, DatasetOptions};
-use crate::engine::{OpenModel, Precision, device, executor_options};
+use crate::engine::{Job, Launch, OpenModel, Precision, device};
 use crate::plugins::Registry;
+use crate::trace::{self as timeline, TRACED_STEPS};
+
+/// How a run begins, and what it leaves besides its folder.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TrainOptions<'a> {
+    /// Whether it goes on from its newest checkpoint.
+    pub resume: bool,
+    /// File for a trace of the first three steps after the first one.
+    pub trace: Option<&'a Path>,
+}
 
 /// What a run came to.
 #[derive(Debug, Clone)]
@@ -36,22 +46,17 @@ pub struct RunSummary {
     pub adapter: PathBuf,
 }
 
-/// A step that was launched and whose loss has not been read yet.
-struct Launched {
-    step: u64,
-    loss: StepLoss,
-    grad_norm: Readback,
-    learning_rate: f64,
-    seconds: f64,
-    read_bytes: u64,
-    h2d_bytes: u64,
-}
-
-/// Runs training by `config`, from the newest checkpoint when `resume` is asked for.
+/// Runs training by `config`.
 ///
 /// # Errors
 /// Whatever is wrong with settings, model, rows, files or device. What was saved before stays whole.
-pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<RunSummary> {
+pub fn train(
+    registry: &Registry,
+    config: &RunConfig,
+    options: TrainOptions<'_>,
+) -> Result<RunSummary> {
+    let TrainOptions { resume, trace } = options;
+    trace.map_or(Ok(()), timeline::check_path)?;
     let device = device(&config.device)?;
     if config.dtype == Precision::Fp16 {
         bail!("training in fp16 needs loss scaling, which is not there: use dtype = \"bf16\"");
@@ -81,9 +86,12 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         );
     }
     let sites = open.model.sites()?;
-    let adapter: Box<dyn Adapter> = match &saved {
-        Some(saved) => Box::new(Lora::import(&saved.adapter(), &sites, device)?),
-        None => Box::new(Lora::new(&sites, &config.lora.options(config.seed)?, device)?),
+    let lora = config.lora.options(config.seed)?;
+    let adapter = || -> Result<Box<dyn Adapter>> {
+        Ok(match &saved {
+            Some(saved) => Box::new(Lora::import(&saved.adapter(), &sites, device)?),
+            None => Box::new(Lora::new(&sites, &lora, device)?),
+        })
     };
     let mut optimizer = by_name(&config.optimizer.name, config.optimizer.options())?;
     if let Some(saved) = &saved {
@@ -94,7 +102,7 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
     if completed_steps >= total_steps {
         // It may have been killed between its last checkpoint and this.
         if !folder.adapter().exists() {
-            adapter.export(&folder.adapter(), &base_model.to_string_lossy())?;
+            adapter()?.export(&folder.adapter(), &base_model.to_string_lossy())?;
         }
         bail!(
             "the run in {} has done all its {total_steps} steps, its adapter is in {}: raise steps to go on",
@@ -103,9 +111,20 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         );
     }
 
-    let source = open.source(&config.stream, device)?;
-    let options = executor_options(device, config.dtype, &config.stream, config.seed)?;
-    let executor = Executor::new(open.model, source, Some(adapter), options)?;
+    let launch = Launch {
+        registry,
+        open: &open,
+        stream: &config.stream,
+        device,
+        dtype: config.dtype,
+        job: Job {
+            trains: true,
+            tokens: config.batch_size * batches.longest_row(),
+            num_micro_batches: config.micro_batches,
+        },
+        seed: config.seed,
+    };
+    let executor = launch.start(&|| Ok(Some(adapter()?)))?.executor;
     // Only now is something written: a run that cannot start leaves nothing to be in its way.
     folder.create(config)?;
     let mut run = Run {
@@ -115,8 +134,8 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
         executor: &executor,
         metrics: MetricsFile::open(&folder.metrics(), completed_steps)?,
         progress: Progress::new(completed_steps, total_steps),
-        launched: Instant::now(),
-        counted: StreamStats::default(),
+        stepper: Stepper::new(&executor, config.optimizer.max_grad_norm)?,
+        trace,
         first_loss: None,
         last_loss: f64::NAN,
     };
@@ -125,7 +144,8 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
     drop(run);
     adapter_of(&executor)?.export(&folder.adapter(), &base_model.to_string_lossy())?;
     let stats = executor.stats()?;
-    let peak_device_bytes = if device.is_cuda() { Some(memory_stats(device)?.1) } else { None };
+    let peak_device_bytes =
+        if device.is_cuda() { Some(memory_stats(device)?.peak_bytes) } else { None };
     Ok(RunSummary {
         first_loss,
         last_loss,
@@ -136,10 +156,6 @@ pub fn train(registry: &Registry, config: &RunConfig, resume: bool) -> Result<Ru
     })
 }
 
-fn adapter_of(executor: &Executor) -> Result<&dyn Adapter> {
-    executor.adapter().context("the run lost its adapter")
-}
-
 struct Run<'a> {
     config: &'a RunConfig,
     folder: &'a RunFolder,
@@ -147,10 +163,8 @@ struct Run<'a> {
     executor: &'a Executor,
     metrics: MetricsFile,
     progress: Progress,
-    /// When the step before was launched.
-    launched: Instant,
-    /// Totals that are in the metrics of some step.
-    counted: StreamStats,
+    stepper: Stepper<'a>,
+    trace: Option<&'a Path>,
     first_loss: Option<f64>,
     last_loss: f64,
 }
@@ -169,21 +183,32 @@ impl Run<'_> {
             warmup_steps: self.config.optimizer.warmup_steps,
             total_steps: steps.end,
         };
+        let first_traced = (steps.start + 1).min(steps.end - 1);
+        let traced = first_traced..(first_traced + TRACED_STEPS).min(steps.end);
         let mut launched: Option<Launched> = None;
         for step in steps.clone() {
-            let next =
-                self.launch(batches, optimizer, step, schedule.at(step), step + 1 < steps.end)?;
+            let rows = batches.step(step)?;
+            if self.trace.is_some() && step == traced.start {
+                self.executor.stream().start_trace()?;
+            }
+            let options = StepOptions { step, another_follows: step + 1 < steps.end };
+            let next = self.stepper.launch(&rows.batches, optimizer, options, schedule.at(step))?;
             if let Some(before) = launched.replace(next) {
                 self.finish(before)?;
             }
             let done = step + 1;
             let every = self.config.checkpoint_every;
             let save = done == steps.end || (every > 0 && done.is_multiple_of(every));
-            // The CPU has done a step when it is launched.
-            if (save || !self.executor.stream().device().is_cuda())
+            let traced = self.trace.filter(|_| done == traced.end);
+            // The CPU has done a step when it is launched. A trace ends with what has happened.
+            if (save || traced.is_some() || !self.executor.stream().device().is_cuda())
                 && let Some(last) = launched.take()
             {
                 self.finish(last)?;
+            }
+            if let Some(path) = traced {
+                let stream = self.executor.stream();
+                timeline::write(path, &stream.take_trace()?, stream.blocks())?;
             }
             if save {
                 checkpoint::save(
@@ -199,63 +224,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn launch(
-        &mut self,
-        batches: &mut Batches,
-        optimizer: &mut dyn Optimizer,
-        step: u64,
-        learning_rate: f64,
-        another_follows: bool,
-    ) -> Result<Launched> {
-        let rows = batches.step(step)?;
-        let mut sink = Gradients::new();
-        let loss = self.executor.train_step(
-            &rows.batches,
-            StepOptions { step, another_follows },
-            &mut sink,
-        )?;
-        let trainables = adapter_of(self.executor)?.trainables();
-        let (named, gradients): (Vec<_>, Vec<_>) = sink
-            .of(trainables)
-            .map(|(trainable, gradient)| (trainable, gradient.shallow_clone()))
-            .unzip();
-        // 0 means no clipping; the norm is measured all the same.
-        let max_norm = match self.config.optimizer.max_grad_norm {
-            0.0 => f64::INFINITY,
-            max_norm => max_norm,
-        };
-        let norm = clip_gradient_norm(&gradients, max_norm)?;
-        let grad_norm = self.executor.stream().read_back(&norm)?;
-        let parameters: Vec<Parameter<'_>> = named
-            .iter()
-            .zip(&gradients)
-            .map(|(trainable, gradient)| Parameter {
-                name: &trainable.name,
-                value: &trainable.tensor,
-                gradient,
-            })
-            .collect();
-        optimizer.step(&parameters, learning_rate)?;
-        let after = self.executor.stats()?;
-        let before = std::mem::replace(&mut self.counted, after);
-        // The device's queue is short: launching a step returns when the device has nearly done it.
-        let seconds = self.launched.elapsed().as_secs_f64();
-        self.launched = Instant::now();
-        Ok(Launched {
-            step,
-            loss,
-            grad_norm,
-            learning_rate,
-            seconds,
-            read_bytes: after.read_bytes - before.read_bytes,
-            h2d_bytes: after.h2d_bytes - before.h2d_bytes,
-        })
-    }
-
     fn finish(&mut self, launched: Launched) -> Result<()> {
-        let loss = self.executor.loss_value(&launched.loss)?;
-        let step = launched.step + 1;
-        let grad_norm = self.executor.stream().value(&launched.grad_norm)?;
+        let metrics = self.stepper.finish(launched)?;
+        let (step, loss, grad_norm) = (metrics.step, metrics.loss, metrics.grad_norm);
         if !loss.is_finite() || !grad_norm.is_finite() {
             bail!(
                 "the loss of step {step} is {loss} and its gradient norm {grad_norm}: lower \
@@ -264,16 +235,6 @@ impl Run<'_> {
                 self.folder.checkpoints().display()
             );
         }
-        let metrics = StepMetrics {
-            step,
-            loss,
-            learning_rate: launched.learning_rate,
-            grad_norm,
-            tokens: launched.loss.num_tokens,
-            seconds: launched.seconds,
-            read_bytes: launched.read_bytes,
-            h2d_bytes: launched.h2d_bytes,
-        };
         self.first_loss.get_or_insert(loss);
         self.last_loss = loss;
         self.metrics.append(&metrics)?;

@@ -54,8 +54,8 @@ impl Qwen3VlModel {
         let v = heads("self_attn.v_proj")?.f_transpose(1, 2)?;
 
         let (cos, sin) = (context.tensors.get(COS)?, context.tensors.get(SIN)?);
-        let q = apply_rotary(&q.f_transpose(1, 2)?, cos, sin)?;
-        let k = apply_rotary(&k.f_transpose(1, 2)?, cos, sin)?;
+        let q = apply_rotary(&q, cos, sin)?.f_transpose(1, 2)?;
+        let k = apply_rotary(&k, cos, sin)?.f_transpose(1, 2)?;
 
         let options = AttentionOptions::new((head_dim as f64).powf(-0.5));
         let mixed = scope.attention("self_attn", &q, &k, &v, context, &options)?;

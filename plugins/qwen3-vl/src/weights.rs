@@ -2,11 +2,11 @@
 
 use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::weights::Role::{Embedding, Linear, NormScale};
-use blockstreamer_core::weights::{Row, WeightTable, row};
+use blockstreamer_core::weights::{WeightTable, row};
 
 use crate::config::Config;
 
-/// One streamed block per decoder layer, and one resident block for what comes before and after them.
+/// One streamed block per decoder layer, and blocks of their own for what comes before and after them.
 #[rustfmt::skip]
 pub(crate) fn table(config: &Config) -> WeightTable {
     let &Config { vocab_size: vocab, hidden_size: hidden, intermediate_size: inter, head_dim, .. } = config;
@@ -26,17 +26,22 @@ pub(crate) fn table(config: &Config) -> WeightTable {
         row("model.language_model.layers.{n}.mlp.up_proj.weight",              "mlp.up_proj.weight",              Linear,    &[inter, hidden]),
         row("model.language_model.layers.{n}.mlp.down_proj.weight",            "mlp.down_proj.weight",            Linear,    &[hidden, inter]),
     ];
-    let ends = [
+    let embedding = [
         row("model.language_model.embed_tokens.weight",                        "embed_tokens.weight",             Embedding, &[vocab, hidden]),
+    ];
+    let norm = [
         row("model.language_model.norm.weight",                                "norm.weight",                     NormScale, &[hidden]),
+    ];
+    let head = [
         row("lm_head.weight",                                                  "lm_head.weight",                  Linear,    &[vocab, hidden]),
     ];
-    // A tied head is the embedding matrix, and no tensor of its own.
-    let ends: &[Row<'_>] = if config.tie_word_embeddings { &ends[..2] } else { &ends };
 
-    WeightTable::new(Dtype::BF16)
-        .layers("layers.{n}", config.num_hidden_layers, &layer)
-        .resident("embedding and head", ends)
+    let table = WeightTable::new(Dtype::BF16).layers("layers.{n}", config.num_hidden_layers, &layer);
+    if config.tie_word_embeddings {
+        // The head is the embedding matrix, which is multiplied then, and no tensor of its own.
+        return table.resident("embedding", &embedding).resident("final norm", &norm);
+    }
+    table.gathered("embedding", &embedding).resident("final norm", &norm).head("head", &head)
 }
 
 /// The vision tower is not used for text, and a tied head needs no copy of its own.
@@ -104,6 +109,12 @@ mod tests {
                 assert_eq!(spec.placement, Placement::Streamed);
                 assert_eq!(spec.payload_bytes(), layer_bytes, "{size}");
             }
+            let rest = &table.blocks[layers..];
+            let placements: Vec<_> = rest.iter().map(|plan| plan.placement).collect();
+            let tied = [Placement::Resident, Placement::Resident];
+            let untied = [Placement::Gathered, Placement::Resident, Placement::Head];
+            let expected = if tensors % 11 == 2 { &tied[..] } else { &untied };
+            assert_eq!(placements, expected, "{size}");
             let text = specs.iter().map(BlockSpec::payload_bytes).sum::<usize>() / 2;
             assert_eq!(text + vision_parameters(size), parameters, "{size}");
         }

@@ -126,7 +126,11 @@ impl Resident {
             }
             match plan.placement {
                 Placement::Streamed => blocks.push((plan.name.clone(), tensors)),
-                Placement::Resident => residents.tensors = tensors,
+                Placement::Resident | Placement::Gathered | Placement::Head => {
+                    for (name, tensor) in tensors.iter() {
+                        residents.tensors.insert(name, tensor.shallow_clone());
+                    }
+                }
             }
         }
         // Nothing of the checkpoint is left over.

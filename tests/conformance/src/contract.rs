@@ -53,8 +53,10 @@ fn check_size(
     let model = family.open(config_json)?;
     let table = model.weights()?;
     let placements: Vec<_> = table.blocks.iter().map(|block| block.placement).collect();
-    let ordered = placements.is_sorted_by_key(|placement| *placement == Placement::Resident);
+    let ordered = placements.is_sorted_by_key(|placement| !placement.is_streamed());
     report.push(Check::of(format!("{size}: streamed blocks come first"), ordered, ""));
+    let num_heads = placements.iter().filter(|placement| **placement == Placement::Head).count();
+    report.push(Check::of(format!("{size}: there is at most one head block"), num_heads <= 1, ""));
     report.push(Check::of(
         format!("{size}: every layer has a block"),
         table.blocks.iter().filter_map(|block| block.layer).max().map(|layer| layer + 1)

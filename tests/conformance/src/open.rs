@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::checkpoint::{Checkpoint, Layout};
-use blockstreamer_core::execute::{Executor, ExecutorOptions};
+use blockstreamer_core::execute::{Executor, ExecutorOptions, Residency};
 use blockstreamer_core::family::{Model, ModelFamily};
 use blockstreamer_core::numerics::AttentionKernel;
 use blockstreamer_core::source::{BlockSource, SafetensorsSource};
@@ -44,9 +44,22 @@ impl<'a> Opened<'a> {
         prefetch_ahead: usize,
         options: &Options,
     ) -> Result<Executor> {
+        self.placed_executor(source, adapter, prefetch_ahead, Residency::default(), options)
+    }
+
+    /// As [`Opened::executor`], with other placements.
+    pub(crate) fn placed_executor(
+        &self,
+        source: Arc<dyn BlockSource>,
+        adapter: Option<Box<dyn Adapter>>,
+        prefetch_ahead: usize,
+        residency: Residency,
+        options: &Options,
+    ) -> Result<Executor> {
         let options = ExecutorOptions {
             attention: AttentionKernel::Eager,
             stream: StreamOptions { prefetch_ahead, ..StreamOptions::default() },
+            residency,
             ..ExecutorOptions::new(options.device, options.compute_kind)
         };
         Executor::new(self.model()?, source, adapter, options)

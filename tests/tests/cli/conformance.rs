@@ -56,12 +56,10 @@ fn the_goldens_pass_in_fp32_and_every_check_has_its_keys() {
         let error = |key: &str| check[key].as_f64().unwrap();
         assert!(error("max_error") <= error("tolerance") && error("tolerance") < 1e-2, "{check}");
     }
-    let gradients =
-        checks.iter().filter(|check| check["name"].as_str().unwrap().starts_with("grad."));
-    assert_eq!(gradients.count(), 56);
-    let streaming =
-        checks.iter().filter(|check| check["name"].as_str().unwrap().starts_with("streaming "));
-    assert_eq!(streaming.count(), 18);
+    for (start, wanted) in [("grad.", 56), ("streaming ", 18), ("placement: ", 9)] {
+        let starts = |check: &&Value| check["name"].as_str().unwrap().starts_with(start);
+        assert_eq!(checks.iter().filter(starts).count(), wanted, "{start}");
+    }
 }
 
 #[test]

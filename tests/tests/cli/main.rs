@@ -4,7 +4,9 @@
 mod bad_disk;
 mod bad_model;
 mod bad_run;
+mod bench;
 mod conformance;
+mod plan;
 mod resume;
 mod shards;
 mod sources;
@@ -128,10 +130,18 @@ impl Folder {
     }
 }
 
-/// The words of a short training run.
+/// The words of a short training run whose blocks are read every time: the tiny model would stay on the
+/// device.
 fn words<'a>(model: &'a str, data: &'a str, out: &'a str, extra: &[&'a str]) -> Vec<&'a str> {
     let mut words = vec!["train", "--model", model, "--data", data, "--out", out];
-    for setting in ["device=cpu", "batch_size=2", "sequence_length=256", "learning_rate=0.01"] {
+    let settings = [
+        "device=cpu",
+        "batch_size=2",
+        "sequence_length=256",
+        "learning_rate=0.01",
+        "stream.tier=disk",
+    ];
+    for setting in settings {
         words.extend(["--set", setting]);
     }
     words.extend(extra);

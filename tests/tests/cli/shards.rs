@@ -60,9 +60,14 @@ fn a_damaged_shard_is_refused_by_training_naming_the_block() {
     bytes[64] ^= 1;
     fs::write(format!("{shards}/{file}"), bytes).unwrap();
     let setting = format!("stream.shards={shards}");
-    let train = ["--set", "steps=1", "--set", &setting];
-    folder.train("run", &train).failed(&["block '", &file, "shard"]);
+    // Read during the run, or at its start.
+    let train = ["--set", "steps=1", "--set", &setting, "--set"];
+    let disk = [&train[..], &["stream.tier=disk"]].concat();
+    folder.train("run", &disk).failed(&["block '", &file, "shard"]);
     assert_eq!(names(folder.path("run/checkpoints")), [""; 0]);
+    let kept = [&train[..], &["stream.tier=device"]].concat();
+    folder.train("kept", &kept).failed(&["block '", &file, "shard"]);
+    assert!(!fs::exists(folder.path("kept")).unwrap(), "a run that never started left a folder");
 }
 
 #[test]
@@ -84,7 +89,7 @@ fn shards_of_another_checkpoint_are_refused_with_the_reason() {
 }
 
 #[test]
-fn blocks_are_dealt_round_over_several_folders() {
+fn blocks_are_striped_over_several_folders() {
     let folder = Folder::new();
     let (a, b) = (folder.path("a"), folder.path("b"));
     let both = format!("{a},{b}");

@@ -9,7 +9,9 @@ use super::{Folder, blockstreamer, command, finish, losses, metrics, model, name
 fn the_main_job_learns_reports_every_step_and_its_settings_run_again_the_same() {
     let folder = Folder::new();
     let run = folder.path("run");
-    let report = folder.train("run", &["--set", "steps=12", "--set", "batch_size=4"]).ok();
+    let report = folder
+        .train("run", &["--set", "steps=12", "--set", "batch_size=4", "--set", "stream.tier=disk"])
+        .ok();
     for word in ["loss ", "in 12 steps", "read ", "at most ", &*format!("{run}/adapter")] {
         assert!(report.stdout.contains(word), "no '{word}' in {}", report.stdout);
     }

@@ -123,7 +123,8 @@ fn backward_visits_no_block_when_only_the_head_is_trained() {
 fn loading_the_residents_is_counted_apart() {
     let model = ToyModel::equal(NUM_BLOCKS);
     let disk = Disk::new(&model);
-    let resident_bytes = disk.blocks()[NUM_BLOCKS].image_bytes;
+    let resident_bytes: usize =
+        disk.blocks()[NUM_BLOCKS..].iter().map(|spec| spec.image_bytes).sum();
     let executor = trainer(disk, 0, 1);
     assert_eq!(executor.resident_bytes(), resident_bytes);
     assert_eq!(executor.resident_read_bytes(), resident_bytes);

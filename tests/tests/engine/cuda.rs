@@ -34,7 +34,7 @@ fn memory_that_is_lent_unpinned_is_refused_naming_the_block() {
     )
     .unwrap_err();
     let Error::Block { block, source } = &error else { panic!("{error:?}") };
-    assert_eq!(block, "resident");
+    assert_eq!(block, "head");
     assert!(matches!(**source, Error::Unpinned { .. }), "{source:?}");
     assert!(error.to_string().contains("not in pinned memory"), "{error}");
 }

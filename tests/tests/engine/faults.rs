@@ -83,7 +83,7 @@ fn a_fault_in_backward_names_its_block_and_passes() {
 #[test]
 fn a_fault_in_a_prefetch_surfaces_at_the_visit_that_needs_the_block() {
     for prefetch_ahead in 0..=5 {
-        let source = FaultySource::new(ram(&ToyModel::mixed()), vec![(BlockIndex(4), 0)]);
+        let source = FaultySource::new(ram(&ToyModel::mixed()), vec![(BlockIndex(3), 0)]);
         let executor = trainer(Arc::new(source), prefetch_ahead);
         let mut visited = Vec::new();
         let error = executor
@@ -92,8 +92,8 @@ fn a_fault_in_a_prefetch_surfaces_at_the_visit_that_needs_the_block() {
                 Ok(())
             })
             .unwrap_err();
-        assert!(error.to_string().starts_with("block 'part.4'"), "{error}");
-        assert_eq!(visited, [0, 1, 2, 3], "what was there before was used");
+        assert!(error.to_string().starts_with("block 'part.3'"), "{error}");
+        assert_eq!(visited, [0, 1, 2], "what was there before was used");
         infer(&executor).unwrap();
     }
 }
@@ -140,7 +140,8 @@ fn an_error_of_the_model_in_any_call_leaves_the_engine_usable() {
     let executor = Executor::new(Box::new(model), disk, Some(adapter), whole_blocks(2)).unwrap();
     let wanted = step(&executor, false).unwrap();
     let calls_of_a_step = num_calls.swap(0, Ordering::SeqCst);
-    assert_eq!(calls_of_a_step, 10 + 8 + 3, "blocks, blocks again, embed, norm and logits");
+    // The last block is not run again: it is still there at the turn-around.
+    assert_eq!(calls_of_a_step, 10 + 7 + 3, "blocks, blocks again, embed, norm and logits");
     for call in 0..calls_of_a_step {
         num_calls.store(0, Ordering::SeqCst);
         fails_at.store(call, Ordering::SeqCst);

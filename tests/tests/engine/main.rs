@@ -11,15 +11,21 @@
 
 mod accounting;
 mod cuda;
+mod ends;
 mod engine_rules;
 mod faults;
 mod gradients;
+mod held_graphs;
 mod inference;
 mod inputs;
 mod loss;
 mod misuse;
+mod overlap;
+mod placements;
+mod plan;
 mod residency;
 mod rig;
 mod shaky_driver;
 mod split_layers;
+mod stress;
 mod stumbling;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use blockstreamer_core::device::{CopyEngine, Event, HostBuffer};
+use blockstreamer_core::device::{CopyEngine, CopyPiece, Event, HostBuffer};
 use blockstreamer_core::execute::{Executor, Gradients, StepOptions};
 use blockstreamer_core::{Error, Result};
 use blockstreamer_tests::ToyModel;
@@ -40,13 +40,12 @@ impl CopyEngine for Shaky {
 
     unsafe fn copy(
         &self,
-        source: &[u8],
-        destination: usize,
+        pieces: &[CopyPiece<'_>],
         after: Option<&Event>,
     ) -> Result<(Event, Event)> {
         self.call()?;
         // SAFETY: the caller's promises are handed on unchanged.
-        unsafe { self.inner.copy(source, destination, after) }
+        unsafe { self.inner.copy(pieces, after) }
     }
 
     fn record(&self) -> Result<Event> {
@@ -60,10 +59,17 @@ impl CopyEngine for Shaky {
     }
 
     fn synchronize(&self, event: &Event) -> Result<()> {
+        self.call()?;
         self.inner.synchronize(event)
     }
 
+    fn has_happened(&self, event: &Event) -> Result<bool> {
+        self.call()?;
+        self.inner.has_happened(event)
+    }
+
     fn elapsed_ms(&self, start: &Event, end: &Event) -> Result<Option<f64>> {
+        self.call()?;
         self.inner.elapsed_ms(start, end)
     }
 

@@ -36,7 +36,15 @@ impl Default for Stumbling {
 
 impl Stumbling {
     fn called(&self, scope: &dyn Scope) -> Result<()> {
-        let names = ["embed.weight", "final_norm", "up.weight", "a.weight", "gate.weight", "norm"];
+        let names = [
+            "embed.weight",
+            "head.weight",
+            "final_norm",
+            "up.weight",
+            "a.weight",
+            "gate.weight",
+            "norm",
+        ];
         let frozen = names.iter().filter_map(|name| scope.stored_tensor(name).ok());
         self.frozen.lock().unwrap().extend(frozen);
         match self.num_calls.fetch_add(1, Ordering::SeqCst) == self.fails_at.load(Ordering::SeqCst)

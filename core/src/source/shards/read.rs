@@ -1,30 +1,24 @@
 //! Reading shards.
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{CHUNK_BYTES, Manifest, ShardEntry};
+use super::manifest::{CHUNK_BYTES, Manifest};
+use super::stripes::{BlockFiles, directories};
 use super::write::ShardProgress;
 use crate::block::{BlockIndex, BlockSpec};
-use crate::checkpoint::read_exact_at;
 use crate::error::{Error, Result};
-use crate::source::{BlockSource, check_request};
+use crate::source::{BlockSource, Extent, check_request};
 
 /// Reads blocks from shard files and compares checksums on the way.
 #[derive(Debug)]
 pub struct ShardSource {
     directory: PathBuf,
     blocks: Vec<BlockSpec>,
-    shards: Vec<Shard>,
+    shards: Vec<BlockFiles>,
+    /// For every block, the position of its first file among those of all blocks.
+    first_files: Vec<usize>,
     verify: bool,
-}
-
-#[derive(Debug)]
-struct Shard {
-    entry: ShardEntry,
-    path: PathBuf,
-    file: File,
 }
 
 impl ShardSource {
@@ -35,17 +29,20 @@ impl ShardSource {
     ///
     /// # Errors
     /// [`Error::File`] when the manifest is missing, damaged, of another version or of another checkpoint,
-    /// or a file has the wrong size; [`Error::Io`] when a file is missing.
+    /// a folder is missing, or a file has the wrong size; [`Error::Io`] when a file is missing.
     pub fn open(directory: &Path, expected_identity: Option<&str>) -> Result<Self> {
         let manifest = Manifest::read(directory)?;
         manifest.check_identity(directory, expected_identity)?;
-        let blocks = manifest.blocks.iter().map(|entry| entry.block.clone()).collect();
-        let open = |entry: &ShardEntry| {
-            let path = manifest.path(directory, entry);
-            Ok(Shard { file: entry.open(&path)?, entry: entry.clone(), path })
-        };
-        let shards = manifest.blocks.iter().map(open).collect::<Result<_>>()?;
-        Ok(Self { directory: directory.to_owned(), blocks, shards, verify: true })
+        let directories = directories(&manifest, directory)?;
+        let (mut shards, mut first_files, mut num_files) = (Vec::new(), Vec::new(), 0);
+        for (block, entry) in manifest.blocks.iter().enumerate() {
+            let files = BlockFiles::open(entry, block, &directories)?;
+            first_files.push(num_files);
+            num_files += files.paths().count();
+            shards.push(files);
+        }
+        let blocks = manifest.blocks.into_iter().map(|entry| entry.block).collect();
+        Ok(Self { directory: directory.to_owned(), blocks, shards, first_files, verify: true })
     }
 
     /// Whether checksums are compared on every read.
@@ -68,30 +65,63 @@ impl BlockSource for ShardSource {
     /// With checksums, chunks that the range covers in part are read whole, and counted as such.
     fn read(&self, block: BlockIndex, range: Range<usize>, into: &mut [u8]) -> Result<usize> {
         check_request(&self.blocks, block, &range, into)?;
-        let Shard { entry, path, file } = &self.shards[block.0];
-        if !self.verify || range.is_empty() {
-            read_exact_at(file, path, range.start as u64, into)?;
-            return Ok(range.len());
+        if range.is_empty() {
+            return Ok(0);
         }
+        let files = &self.shards[block.0];
         let mut read_bytes = 0;
-        for number in range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES) {
-            let chunk = entry.chunk(number);
-            let wanted = chunk.start.max(range.start)..chunk.end.min(range.end);
+        for stripe in files.touched(&range) {
+            let whole = files.range(stripe);
+            let wanted = whole.start.max(range.start)..whole.end.min(range.end);
             let part = &mut into[wanted.start - range.start..wanted.end - range.start];
-            if wanted == chunk {
-                entry.read_chunk(file, path, number, part)?;
-            } else {
-                let mut whole = vec![0; chunk.len()];
-                entry.read_chunk(file, path, number, &mut whole)?;
-                part.copy_from_slice(&whole[wanted.start - chunk.start..wanted.end - chunk.start]);
+            if !self.verify {
+                read_bytes += part.len();
+                files.read(stripe, wanted, part)?;
+                continue;
             }
-            read_bytes += chunk.len();
+            if wanted == whole {
+                files.read_checked(stripe, part)?;
+            } else {
+                let mut bytes = vec![0; whole.len()];
+                files.read_checked(stripe, &mut bytes)?;
+                part.copy_from_slice(&bytes[wanted.start - whole.start..wanted.end - whole.start]);
+            }
+            read_bytes += whole.len();
         }
         Ok(read_bytes)
     }
+
+    fn files(&self) -> Vec<&Path> {
+        self.shards.iter().flat_map(BlockFiles::paths).map(PathBuf::as_path).collect()
+    }
+
+    fn extents(&self, block: BlockIndex) -> Option<Vec<Extent>> {
+        Some(self.shards.get(block.0)?.extents(*self.first_files.get(block.0)?))
+    }
+
+    fn check_unit_bytes(&self) -> usize {
+        if self.verify { CHUNK_BYTES } else { 1 }
+    }
+
+    fn check(&self, block: BlockIndex, range: Range<usize>, bytes: &[u8]) -> Result<()> {
+        let spec = check_request(&self.blocks, block, &range, bytes)?;
+        if !self.verify || range.is_empty() {
+            return Ok(());
+        }
+        let at_end = range.end == spec.image_bytes || range.end.is_multiple_of(CHUNK_BYTES);
+        if !range.start.is_multiple_of(CHUNK_BYTES) || !at_end {
+            return Err(Error::usage(format!(
+                "bytes {range:?} of block '{}' cannot be checked: checksums cover multiples of {CHUNK_BYTES} bytes",
+                spec.name
+            )));
+        }
+        let files = &self.shards[block.0];
+        let mut stripes = files.touched(&range).zip(bytes.chunks(CHUNK_BYTES));
+        stripes.try_for_each(|(stripe, bytes)| files.check(stripe, bytes))
+    }
 }
 
-/// A block whose file is missing or damaged.
+/// A block of which a file is missing or damaged.
 #[derive(Debug)]
 pub struct Damage {
     /// Name of the block.
@@ -104,7 +134,8 @@ pub struct Damage {
 /// `expected_identity` is that of [`ShardSource::open`].
 ///
 /// # Errors
-/// As [`Manifest::read`]; [`Error::File`] when the shards are of another checkpoint.
+/// As [`Manifest::read`]; [`Error::File`] when the shards are of another checkpoint or a folder is
+/// missing.
 pub fn verify_shards(
     directory: &Path,
     expected_identity: Option<&str>,
@@ -113,9 +144,12 @@ pub fn verify_shards(
     let manifest = Manifest::read(directory)?;
     manifest.check_identity(directory, expected_identity)?;
     let total_bytes = manifest.blocks.iter().map(|entry| entry.block.image_bytes as u64).sum();
+    let directories = directories(&manifest, directory)?;
     let (mut damaged, mut done_bytes) = (Vec::new(), 0);
-    for entry in &manifest.blocks {
-        if let Err(reason) = entry.verify(&manifest.path(directory, entry)) {
+    for (block, entry) in manifest.blocks.iter().enumerate() {
+        let verified =
+            BlockFiles::open(entry, block, &directories).and_then(|files| files.verify());
+        if let Err(reason) = verified {
             damaged.push(Damage { block: entry.block.name.clone(), reason });
         }
         done_bytes += entry.block.image_bytes as u64;

@@ -1,9 +1,10 @@
 //! Writing shards, so that an interruption costs at most one block.
 //!
-//! Every finished file is noted in a journal beside the manifest-to-be. A later run keeps the files that
+//! Every finished block is noted in a journal beside the manifest-to-be. A later run keeps the blocks that
 //! journal or manifest vouch for and whose checksums still match. The manifest comes last: without one,
 //! a folder is no folder of shards.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -11,12 +12,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{CHUNK_BYTES, MANIFEST_FILE, Manifest, ShardEntry};
-use crate::block::{BlockIndex, BlockSpec};
+use super::stripes::{BlockFiles, Stripes};
+use crate::block::BlockIndex;
 use crate::checkpoint::atomic::{AtomicFile, remove_partials, write_file};
 use crate::error::{Error, Result};
 use crate::source::BlockSource;
 
-/// Notes the finished files until the manifest does.
+/// Notes the finished blocks until the manifest does.
 const JOURNAL_FILE: &str = "manifest.journal";
 
 /// How far the writing or verifying has come.
@@ -45,20 +47,28 @@ pub struct ShardSummary {
 #[derive(Serialize, Deserialize)]
 struct JournalLine {
     identity: String,
-    path: PathBuf,
+    #[serde(flatten)]
+    finished: Finished,
+}
+
+/// A block whose files were whole when this was noted.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Finished {
+    block: usize,
+    directories: Vec<PathBuf>,
     entry: ShardEntry,
 }
 
-/// Writes every block of `source` as a shard, dealt round over `directories`, then the manifest into the
+/// Writes every block of `source` as shards, striped over `directories`, then the manifest into the
 /// first of them. Blocks of an earlier run are kept if they are whole.
 ///
 /// `identity` is that of the checkpoint behind `source`
 /// ([`Layout::identity`](crate::checkpoint::Layout::identity)).
 ///
 /// # Errors
-/// [`Error::Usage`] without directories; [`Error::File`] when a folder holds another kind of
-/// `manifest.json`; [`Error::Io`], for example when the disk is full; whatever `source` returns. What was
-/// finished before is kept for the next run, and no half-written file has a shard's name.
+/// [`Error::Usage`] without directories; [`Error::File`] when one is given twice or holds another kind
+/// of `manifest.json`; [`Error::Io`], for example when the disk is full; whatever `source` returns. What
+/// was finished before is kept for the next run, and no half-written file has a shard's name.
 pub fn write_shards(
     source: &dyn BlockSource,
     identity: &str,
@@ -75,7 +85,12 @@ pub fn write_shards(
         .iter()
         .map(|directory| fs::canonicalize(directory).map_err(Error::io("find", directory)))
         .collect::<Result<Vec<_>>>()?;
-    let vouched = vouched_files(first, identity)?;
+    for (position, directory) in absolute.iter().enumerate() {
+        if absolute[..position].contains(directory) {
+            return Err(Error::file(directory, "is given twice; name every folder once"));
+        }
+    }
+    let vouched = vouched_blocks(first, identity, &absolute)?;
 
     let mut journal = Journal::open(first)?;
     let total_bytes = source.blocks().iter().map(|spec| spec.image_bytes as u64).sum();
@@ -85,28 +100,35 @@ pub fn write_shards(
     for (index, spec) in source.blocks().iter().enumerate() {
         progress(ShardProgress { block: &spec.name, done_bytes, total_bytes });
         let file = format!("block-{index:05}.bin");
-        let directory = index % directories.len();
-        let path = absolute[directory].join(&file);
-        let kept = vouched.iter().find(|(vouched, entry)| {
-            *vouched == path && entry.block == *spec && entry.verify(&path).is_ok()
+        let kept = vouched.iter().find(|finished| {
+            finished.block == index
+                && finished.directories == absolute
+                && finished.entry.block == *spec
+                && finished.entry.file == file
+                && BlockFiles::open(&finished.entry, index, &absolute)
+                    .and_then(|files| files.verify())
+                    .is_ok()
         });
-        let chunk_crc32 = match kept {
-            Some((_, entry)) => entry.chunk_crc32.clone(),
-            None => write_block(source, BlockIndex(index), spec, &path)
-                .map_err(|error| error.in_block(&spec.name))?,
-        };
-        let entry = ShardEntry { block: spec.clone(), directory, file, chunk_crc32 };
-        match kept {
-            Some(_) => summary.num_kept += 1,
+        let entry = match kept {
+            Some(finished) => {
+                summary.num_kept += 1;
+                finished.entry.clone()
+            }
             None => {
+                let entry = write_block(source, BlockIndex(index), &absolute, file)
+                    .map_err(|error| error.in_block(&spec.name))?;
                 summary.num_written += 1;
                 journal.note(&JournalLine {
                     identity: identity.to_owned(),
-                    path,
-                    entry: entry.clone(),
+                    finished: Finished {
+                        block: index,
+                        directories: absolute.clone(),
+                        entry: entry.clone(),
+                    },
                 })?;
+                entry
             }
-        }
+        };
         entries.push(entry);
         done_bytes += spec.image_bytes as u64;
         progress(ShardProgress { block: &spec.name, done_bytes, total_bytes });
@@ -120,21 +142,32 @@ pub fn write_shards(
     Ok(summary)
 }
 
-/// The files that a manifest or a journal of the same checkpoint vouch for. A manifest of another one
-/// is removed: from now on it would describe files that change.
-fn vouched_files(directory: &Path, identity: &str) -> Result<Vec<(PathBuf, ShardEntry)>> {
+/// The blocks that a manifest or a journal of the same checkpoint and folders vouch for. A manifest of
+/// others is removed: from now on it would describe files that change.
+fn vouched_blocks(
+    directory: &Path,
+    identity: &str,
+    directories: &[PathBuf],
+) -> Result<Vec<Finished>> {
     let manifest_path = directory.join(MANIFEST_FILE);
     let journal_path = directory.join(JOURNAL_FILE);
     let mut vouched = Vec::new();
     if manifest_path.exists() {
-        let manifest = Manifest::read(directory);
-        match manifest {
-            Ok(manifest) if manifest.identity == identity => {
-                for entry in &manifest.blocks {
-                    if let Ok(path) = fs::canonicalize(manifest.path(directory, entry)) {
-                        vouched.push((path, entry.clone()));
-                    }
-                }
+        let same_folders = |manifest: &Manifest| {
+            let listed = &manifest.directories;
+            let same = |(listed, wanted): (&PathBuf, &PathBuf)| {
+                fs::canonicalize(directory.join(listed)).is_ok_and(|found| found == *wanted)
+            };
+            listed.len() == directories.len() && listed.iter().zip(directories).all(same)
+        };
+        match Manifest::read(directory) {
+            Ok(manifest) if manifest.identity == identity && same_folders(&manifest) => {
+                let entries = manifest.blocks.into_iter().enumerate();
+                vouched.extend(entries.map(|(block, entry)| Finished {
+                    block,
+                    directories: directories.to_vec(),
+                    entry,
+                }));
             }
             _ if !is_ours(&manifest_path)? => {
                 let message =
@@ -150,12 +183,12 @@ fn vouched_files(directory: &Path, identity: &str) -> Result<Vec<(PathBuf, Shard
             text.lines()
                 .filter_map(|line| serde_json::from_str::<JournalLine>(line).ok())
                 .filter(|line| line.identity == identity)
-                .map(|line| (line.path, line.entry)),
+                .map(|line| line.finished),
         ),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(Error::io("read", journal_path)(error)),
     }
-    // The latest word on a file counts.
+    // The latest word on a block counts.
     vouched.reverse();
     Ok(vouched)
 }
@@ -166,28 +199,45 @@ fn is_ours(path: &Path) -> Result<bool> {
     Ok(String::from_utf8_lossy(&text).contains("\"blockstreamer-shards\""))
 }
 
-/// Writes one block and returns its checksums.
+/// Writes the files of one block, named `file` in every folder, and describes them.
 fn write_block(
     source: &dyn BlockSource,
     block: BlockIndex,
-    spec: &BlockSpec,
-    path: &Path,
-) -> Result<Vec<u32>> {
-    remove_partials(path)?;
-    let mut file = AtomicFile::create(path)?;
-    let mut checksums = Vec::new();
-    let mut buffer = vec![0; CHUNK_BYTES.min(spec.image_bytes)];
-    for start in (0..spec.image_bytes).step_by(CHUNK_BYTES) {
-        let end = (start + CHUNK_BYTES).min(spec.image_bytes);
-        let chunk = &mut buffer[..end - start];
-        source.read(block, start..end, chunk)?;
-        checksums.push(crc32fast::hash(chunk));
-        file.write(chunk)?;
+    directories: &[PathBuf],
+    file: String,
+) -> Result<ShardEntry> {
+    let spec = &source.blocks()[block.0];
+    let stripes = Stripes::new(block.0, spec.image_bytes, directories.len());
+    let mut files = BTreeMap::new();
+    for folder in stripes.folders() {
+        let path = directories[folder].join(&file);
+        remove_partials(&path)?;
+        files.insert(folder, (AtomicFile::create(&path)?, 0_u64));
     }
-    let padded = spec.image_bytes.next_multiple_of(super::manifest::FILE_ALIGNMENT_BYTES);
-    file.write(&vec![0; padded - spec.image_bytes])?;
-    file.commit()?;
-    Ok(checksums)
+    let mut chunk_crc32 = Vec::new();
+    let mut buffer = vec![0; CHUNK_BYTES.min(spec.image_bytes)];
+    for stripe in 0..stripes.num_stripes() {
+        let range = stripes.range(stripe);
+        let bytes = &mut buffer[..range.len()];
+        source.read(block, range, bytes)?;
+        chunk_crc32.push(crc32fast::hash(bytes));
+        if let Some((file, written)) = files.get_mut(&stripes.place(stripe).0) {
+            file.write(bytes)?;
+            *written += bytes.len() as u64;
+        }
+    }
+    for (folder, (file, written)) in &mut files {
+        file.write(&vec![0; (stripes.file_bytes(*folder) - *written) as usize])?;
+    }
+    // Bringing bytes to a disk takes its time; the disks take it together.
+    std::thread::scope(|scope| {
+        let commits: Vec<_> =
+            files.into_values().map(|(file, _)| scope.spawn(|| file.commit())).collect();
+        commits.into_iter().try_for_each(|commit| {
+            commit.join().unwrap_or_else(|_| Err(Error::usage("writing shards panicked")))
+        })
+    })?;
+    Ok(ShardEntry { block: spec.clone(), file, chunk_crc32 })
 }
 
 struct Journal {

@@ -1,21 +1,27 @@
 //! From a model folder and settings to something that can be executed.
 
+mod config;
+mod launch;
+mod planning;
+mod rates;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::checkpoint::{Checkpoint, Layout};
-use blockstreamer_core::device::{HostBuffer, load_cuda};
-use blockstreamer_core::execute::ExecutorOptions;
+use blockstreamer_core::device::load_cuda;
 use blockstreamer_core::family::Model;
 use blockstreamer_core::source::shards::ShardSource;
-use blockstreamer_core::source::{BlockSource, RamSource, SafetensorsSource};
-use blockstreamer_core::stream::StreamOptions;
+use blockstreamer_core::source::{BlockSource, SafetensorsSource};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
 use crate::plugins::Registry;
-use crate::size::Size;
+
+pub use config::{StreamConfig, Tier};
+pub use launch::{Launch, Launched};
+pub use planning::{Job, Memory, Planner};
 
 /// Compute dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
@@ -41,69 +47,6 @@ impl Precision {
             Self::Bf16 => Kind::BFloat16,
             Self::Fp16 => Kind::Half,
         }
-    }
-}
-
-/// Where block bytes are taken from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Tier {
-    /// From the files, block by block, every time.
-    #[default]
-    Disk,
-    /// From host memory, pinned for CUDA, loaded once.
-    Ram,
-}
-
-/// `[stream]`
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct StreamConfig {
-    /// `disk` or `ram`.
-    pub tier: Tier,
-    /// Folder that `shard` wrote for this model; not given: the safetensors files themselves.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub shards: Option<PathBuf>,
-    /// Blocks on the device beyond the one in use.
-    pub prefetch_ahead: usize,
-    /// Largest block that a slot may hold.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub slot_budget: Option<Size>,
-    /// Size of one read and one copy.
-    pub chunk: Size,
-    /// Chunks between disk and device.
-    pub num_chunks: usize,
-    /// Whether checksums of shards are verified on every read.
-    pub verify: bool,
-    /// Whether all weights are searched for NaN and infinite values before the run.
-    pub check_finite: bool,
-}
-
-impl Default for StreamConfig {
-    fn default() -> Self {
-        let options = StreamOptions::default();
-        Self {
-            tier: Tier::Disk,
-            shards: None,
-            prefetch_ahead: options.prefetch_ahead,
-            slot_budget: None,
-            chunk: Size { num_bytes: options.chunk_bytes as u64 },
-            num_chunks: options.num_chunks,
-            verify: true,
-            check_finite: false,
-        }
-    }
-}
-
-impl StreamConfig {
-    fn options(&self) -> Result<StreamOptions> {
-        let bytes = |size: Size| usize::try_from(size.num_bytes).context("a size is too large");
-        Ok(StreamOptions {
-            prefetch_ahead: self.prefetch_ahead,
-            slot_budget_bytes: self.slot_budget.map(bytes).transpose()?,
-            chunk_bytes: bytes(self.chunk)?,
-            num_chunks: self.num_chunks,
-        })
     }
 }
 
@@ -166,11 +109,21 @@ impl OpenModel {
         Ok(Self { directory: directory.to_owned(), checkpoint, model, layout })
     }
 
-    /// The source of its blocks.
+    /// The model once more, for another executor.
     ///
     /// # Errors
-    /// When files cannot be opened, shards belong to another checkpoint, or memory is short.
-    pub fn source(&self, config: &StreamConfig, device: Device) -> Result<Arc<dyn BlockSource>> {
+    /// As [`OpenModel::open`].
+    pub fn reopen(&self, registry: &Registry) -> Result<Box<dyn Model>> {
+        registry
+            .open_model(&self.checkpoint.config_json)
+            .with_context(|| format!("cannot open the model in {}", self.directory.display()))
+    }
+
+    /// The source of its blocks: its own files, or shards of them.
+    ///
+    /// # Errors
+    /// When files cannot be opened, or shards belong to another checkpoint.
+    pub fn source(&self, config: &StreamConfig) -> Result<Arc<dyn BlockSource>> {
         let source: Arc<dyn BlockSource> = match &config.shards {
             None => Arc::new(SafetensorsSource::open(self.layout.clone())?),
             Some(shards) => {
@@ -181,29 +134,6 @@ impl OpenModel {
         if config.check_finite {
             self.layout.check_finite(&*source)?;
         }
-        match config.tier {
-            Tier::Disk => Ok(source),
-            Tier::Ram => {
-                let reserve = |num_bytes| HostBuffer::for_device(num_bytes, device);
-                Ok(Arc::new(RamSource::load(&*source, reserve)?))
-            }
-        }
+        Ok(source)
     }
-}
-
-/// How to execute on `device`, by these settings.
-///
-/// # Errors
-/// When a size does not fit this machine.
-pub fn executor_options(
-    device: Device,
-    dtype: Precision,
-    config: &StreamConfig,
-    seed: u64,
-) -> Result<ExecutorOptions> {
-    Ok(ExecutorOptions {
-        stream: config.options()?,
-        seed,
-        ..ExecutorOptions::new(device, dtype.kind(device))
-    })
 }

@@ -1,0 +1,154 @@
+//! How long a pass takes: the slowest of drive, link and arithmetic, which all run at the same time.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::{Pass, PlanRequest, Traffic};
+use crate::block::{BlockIndex, Placement};
+
+/// What a machine can do, as measured. `None`: not known, and left out of predictions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Rates {
+    /// Reads from the drive, 10^9 bytes per second.
+    pub disk_gb_per_s: Option<f64>,
+    /// Copies from pinned memory to the device, 10^9 bytes per second.
+    pub link_gb_per_s: Option<f64>,
+    /// The device's reads of its own memory, 10^9 bytes per second.
+    pub memory_gb_per_s: Option<f64>,
+    /// Matrix products in the compute dtype, 10^12 operations per second.
+    pub tflops: Option<f64>,
+}
+
+/// What a pass waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bound {
+    /// The drive.
+    Disk,
+    /// The link between host and device.
+    Link,
+    /// Arithmetic, or the device's own memory.
+    Compute,
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Disk => "the disk",
+            Self::Link => "the link",
+            Self::Compute => "arithmetic",
+        })
+    }
+}
+
+/// How long a pass takes on each lane when nothing else holds it up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Prediction {
+    /// Reading.
+    pub disk_seconds: Option<f64>,
+    /// Copying.
+    pub link_seconds: Option<f64>,
+    /// Computing.
+    pub compute_seconds: Option<f64>,
+    /// The longest of them.
+    pub seconds: f64,
+    /// Which one that is; `None` when no rate is known.
+    pub bound: Option<Bound>,
+}
+
+impl Prediction {
+    /// `computed` is what [`computed`] counts.
+    pub(super) fn new(moved: Traffic, computed: Computed, rates: &Rates) -> Self {
+        let per_rate = |amount: f64, rate: Option<f64>| {
+            rate.filter(|rate| rate.is_finite() && *rate > 0.0).map(|rate| amount / rate)
+        };
+        let disk_seconds = per_rate(moved.disk_bytes as f64 / 1e9, rates.disk_gb_per_s);
+        let link_seconds = per_rate(moved.link_bytes as f64 / 1e9, rates.link_gb_per_s);
+        let arithmetic = per_rate(computed.flops / 1e12, rates.tflops);
+        let memory = per_rate(computed.weight_bytes / 1e9, rates.memory_gb_per_s);
+        let compute_seconds = match (arithmetic, memory) {
+            (Some(arithmetic), Some(memory)) => Some(arithmetic.max(memory)),
+            (one, other) => one.or(other),
+        };
+        let longest = [
+            (compute_seconds, Bound::Compute),
+            (link_seconds, Bound::Link),
+            (disk_seconds, Bound::Disk),
+        ]
+        .into_iter()
+        .filter_map(|(seconds, bound)| Some((seconds?, bound)))
+        .reduce(|longest, next| if next.0 > longest.0 { next } else { longest });
+        Self {
+            disk_seconds,
+            link_seconds,
+            compute_seconds,
+            seconds: longest.map_or(0.0, |(seconds, _)| seconds),
+            bound: longest.map(|(_, bound)| bound),
+        }
+    }
+}
+
+/// Work of one pass on the device.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Computed {
+    /// Floating-point operations.
+    pub(super) flops: f64,
+    /// Bytes of weights read from device memory.
+    pub(super) weight_bytes: f64,
+}
+
+/// Uses of a block's weights in one pass: forward, recompute unless the graph is held, and the gradient
+/// of the input. Frozen weights have none of their own.
+fn num_uses(request: &PlanRequest<'_>, block: BlockIndex, holds_graph: bool) -> f64 {
+    let Pass::Training { lowest } = request.pass else { return 1.0 };
+    match request.blocks[block.0].placement {
+        Placement::Streamed if lowest.is_none_or(|lowest| block < lowest) => 1.0,
+        Placement::Streamed if holds_graph => 2.0,
+        Placement::Streamed => 3.0,
+        Placement::Head | Placement::Resident => 2.0,
+        Placement::Gathered => 0.0,
+    }
+}
+
+/// The work of a pass that holds the graphs of some blocks.
+pub(super) fn computed(
+    request: &PlanRequest<'_>,
+    holds_graph: impl Fn(BlockIndex) -> bool,
+) -> Computed {
+    let mut computed = Computed::default();
+    for (index, block) in request.blocks.iter().enumerate() {
+        let uses = num_uses(request, BlockIndex(index), holds_graph(BlockIndex(index)));
+        computed.flops += uses * request.demand.forward_flops[index];
+        computed.weight_bytes += uses * block.payload_bytes() as f64;
+    }
+    computed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slowest_lane_that_has_a_rate_decides() {
+        let moved = Traffic { disk_bytes: 4_000_000_000, link_bytes: 12_000_000_000 };
+        let computed = Computed { flops: 3e12, weight_bytes: 8e9 };
+        let mut rates = Rates {
+            disk_gb_per_s: Some(2.0),
+            link_gb_per_s: Some(12.0),
+            memory_gb_per_s: Some(100.0),
+            tflops: Some(30.0),
+        };
+        let prediction = Prediction::new(moved, computed, &rates);
+        assert_eq!((prediction.seconds, prediction.bound), (2.0, Some(Bound::Disk)));
+        assert_eq!(prediction.compute_seconds, Some(0.1));
+        rates.disk_gb_per_s = None;
+        let prediction = Prediction::new(moved, computed, &rates);
+        assert_eq!((prediction.seconds, prediction.bound), (1.0, Some(Bound::Link)));
+        rates.memory_gb_per_s = Some(1.0);
+        let prediction = Prediction::new(moved, computed, &rates);
+        assert_eq!((prediction.seconds, prediction.bound), (8.0, Some(Bound::Compute)));
+        let nothing = Prediction::new(moved, computed, &Rates::default());
+        assert_eq!((nothing.seconds, nothing.bound), (0.0, None));
+    }
+}

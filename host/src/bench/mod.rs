@@ -1,0 +1,33 @@
+//! Measurements: what streaming and training reach, beside what the hardware allows in the same run.
+
+mod args;
+mod blocks;
+mod memory;
+mod random;
+mod step;
+mod stream;
+
+pub use args::{BenchCommand, StepArgs, StreamArgs, StreamTier};
+pub use step::{StepReport, bench_step};
+pub use stream::{StreamReport, bench_stream};
+
+/// As typed: `cpu`, `cuda:0`.
+fn device_name(device: tch::Device) -> String {
+    match device {
+        tch::Device::Cuda(index) => format!("cuda:{index}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// The middle one of some numbers, or the mean of the middle two; NaN of none.
+fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    match (values.len(), values.len() / 2) {
+        (0, _) => f64::NAN,
+        (length, middle) if length.is_multiple_of(2) => {
+            f64::midpoint(values[middle - 1], values[middle])
+        }
+        (_, middle) => values[middle],
+    }
+}

@@ -1,0 +1,219 @@
+//! From settings, machine and model to a residency plan.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use blockstreamer_core::Error;
+use blockstreamer_core::adapter::{Adapter, lowest_trainable_block};
+use blockstreamer_core::execute::ExecutorOptions;
+use blockstreamer_core::family::Model;
+use blockstreamer_core::plan::{
+    Demand, Pass, Plan, PlanRequest, Rates, Tier, Traffic, Workload, device_budget_bytes,
+    host_budget_bytes,
+};
+use blockstreamer_core::source::BlockSource;
+use tch::{Device, Kind};
+
+use super::StreamConfig;
+use super::rates::{ASSUMED, measure};
+use crate::size::Size;
+
+/// What is going to be run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Job {
+    /// Whether it goes back, too.
+    pub trains: bool,
+    /// Most tokens of a micro-batch, padding included.
+    pub tokens: usize,
+    /// Most micro-batches of one visit.
+    pub num_micro_batches: usize,
+}
+
+/// Memory that a run may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// Of the device.
+    pub device_bytes: u64,
+    /// Of the host, beside the device's. 0 on the CPU: its memory is the device's, and a block that is
+    /// kept there is kept once.
+    pub host_bytes: u64,
+    /// Whether a number was asked for. Else both are what is free.
+    pub is_asked: bool,
+}
+
+impl Memory {
+    /// What was asked for, and what is free where nothing was.
+    ///
+    /// # Errors
+    /// When the system does not say what is free.
+    pub fn of(config: &StreamConfig, device: Device) -> Result<Self> {
+        let advice = || "cannot find out how much memory is free; say --vram and --ram";
+        let asked = |size: Option<Size>| size.map(|size| size.num_bytes);
+        let (vram, ram) = (asked(config.vram), asked(config.ram));
+        let is_asked = vram.is_some() || ram.is_some();
+        if !device.is_cuda() {
+            // One memory: whatever is less.
+            let device_bytes = match [vram, ram].into_iter().flatten().min() {
+                Some(asked) => asked,
+                None => host_budget_bytes().with_context(advice)?,
+            };
+            let is_copied = config.tier.only() == Some(Tier::Ram);
+            let host_bytes = if is_copied { ram.unwrap_or(device_bytes) } else { 0 };
+            return Ok(Self { device_bytes, host_bytes, is_asked });
+        }
+        let free = device_budget_bytes(device).with_context(advice)?;
+        let device_bytes = vram.unwrap_or(free);
+        if device_bytes > free {
+            tracing::warn!(
+                "{} of device memory may be used, but only {} are free",
+                Size { num_bytes: device_bytes },
+                Size { num_bytes: free }
+            );
+        }
+        let host_bytes = match ram {
+            Some(ram) => ram,
+            None => host_budget_bytes().with_context(advice)?,
+        };
+        Ok(Self { device_bytes: device_bytes.min(free), host_bytes, is_asked })
+    }
+}
+
+/// Makes plans for one model and job on one device.
+#[derive(Debug)]
+pub struct Planner<'a> {
+    config: &'a StreamConfig,
+    source: Arc<dyn BlockSource>,
+    fetch_from_disk: Vec<Traffic>,
+    pass: Pass,
+    demand: Demand,
+    staging_bytes: u64,
+    num_slots: usize,
+    rates: Rates,
+}
+
+impl<'a> Planner<'a> {
+    /// `is_cuda` instead of a device, so that a plan for a GPU can be made where there is none.
+    ///
+    /// # Errors
+    /// When a size in the settings does not fit this machine.
+    pub fn new(
+        config: &'a StreamConfig,
+        source: Arc<dyn BlockSource>,
+        model: &dyn Model,
+        adapter: Option<&dyn Adapter>,
+        job: Job,
+        is_cuda: bool,
+        kind: Kind,
+    ) -> Result<Self> {
+        let blocks = source.blocks();
+        let num_streamed = blocks.iter().filter(|block| block.placement.is_streamed()).count();
+        let trainables = adapter.map_or(&[][..], |adapter| adapter.trainables());
+        let pass = match job.trains {
+            true => Pass::Training {
+                lowest: lowest_trainable_block(trainables).filter(|block| block.0 < num_streamed),
+            },
+            false => Pass::Inference,
+        };
+        let dimensions = model.dimensions();
+        let workload = Workload {
+            tokens: job.tokens,
+            num_micro_batches: job.num_micro_batches,
+            hidden_size: dimensions.hidden_size,
+            vocab_size: dimensions.vocab_size,
+            compute_kind: kind,
+            loss_chunk_bytes: ExecutorOptions::new(Device::Cpu, kind).loss_chunk_bytes,
+            num_trainable: trainables.iter().map(|trainable| trainable.tensor.numel()).sum(),
+            is_cuda,
+        };
+        let demand = workload.demand(blocks, pass);
+        let options = config.options()?;
+        let fetch_from_disk = Traffic::of_fetches(&*source);
+        let staging_bytes = match is_cuda {
+            true => {
+                let largest = blocks.iter().map(|block| block.image_bytes).max().unwrap_or(0);
+                let chunk_bytes = options.chunk_bytes_for(&*source, largest);
+                chunk_bytes.saturating_mul(options.num_chunks) as u64
+            }
+            false => 0,
+        };
+        Ok(Self {
+            config,
+            source,
+            fetch_from_disk,
+            pass,
+            demand,
+            staging_bytes,
+            num_slots: options.prefetch_ahead.saturating_add(1),
+            rates: Rates::default(),
+        })
+    }
+
+    /// The rates known so far.
+    pub fn rates(&self) -> Rates {
+        self.rates
+    }
+
+    /// A plan within `memory`, by the rates known so far.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn plan(&self, memory: Memory) -> Result<Plan, Error> {
+        self.plan_in(memory, self.config.tier.only())
+    }
+
+    fn plan_in(&self, memory: Memory, only: Option<Tier>) -> Result<Plan, Error> {
+        Plan::new(&PlanRequest {
+            blocks: self.source.blocks(),
+            fetch_from_disk: &self.fetch_from_disk,
+            pass: self.pass,
+            num_slots: self.num_slots,
+            slot_budget_bytes: self.config.slot_budget.map(|size| size.num_bytes),
+            device_bytes: memory.device_bytes,
+            host_bytes: memory.host_bytes,
+            staging_bytes: self.staging_bytes,
+            demand: &self.demand,
+            rates: self.rates,
+            only,
+        })
+    }
+
+    /// The first plan of a run. When it moves bytes, rates are measured for a prediction and for choices
+    /// that depend on them.
+    ///
+    /// Memory that was asked for is kept to. Where less is free than any plan needs, the estimates may be
+    /// too careful: the run is tried all the same, with a warning, from the files or as it was told.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`], for memory that was asked for.
+    pub fn first_plan(&mut self, memory: Memory, device: Device, kind: Kind) -> Result<Plan> {
+        match self.plan(memory) {
+            Ok(plan) if plan.later == Traffic::default() => Ok(plan),
+            Ok(plan) => {
+                let reads = plan.later.disk_bytes > 0;
+                self.rates = measure(device, kind, &*self.source, reads);
+                Ok(self.plan(memory)?)
+            }
+            Err(error) if memory.is_asked => Err(error.into()),
+            Err(error) => {
+                tracing::warn!("little memory is free, the run may not fit: {error}");
+                let unlimited = Memory { device_bytes: u64::MAX, host_bytes: u64::MAX, ..memory };
+                let only = self.config.tier.only().unwrap_or(Tier::Disk);
+                Ok(self.plan_in(unlimited, Some(only))?)
+            }
+        }
+    }
+
+    /// Measures all rates, for predictions of plans to come.
+    pub fn measure(&mut self, device: Device, kind: Kind) {
+        self.rates = measure(device, kind, &*self.source, true);
+    }
+
+    /// A plan for a GPU of `memory` that this machine does not have.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`].
+    pub fn assumed_plan(&mut self, memory: Memory) -> Result<Plan, Error> {
+        self.rates = ASSUMED;
+        self.plan(memory)
+    }
+}

@@ -1,0 +1,127 @@
+//! `plan`, `--vram`, `--ram`: what is where, and that it changes no bit.
+
+use serde_json::Value;
+
+use super::{Folder, adapter_bytes, blockstreamer, metrics, model, words};
+
+fn plan(extra: &[&str]) -> Value {
+    plan_of(model(), extra)
+}
+
+fn plan_of(model: &str, extra: &[&str]) -> Value {
+    blockstreamer(&[&["plan", model, "--json"], extra].concat()).ok().json()
+}
+
+fn tiers(report: &Value) -> Vec<String> {
+    let blocks = report["plan"]["blocks"].as_array().unwrap();
+    blocks.iter().map(|block| block["tier"].as_str().unwrap().to_owned()).collect()
+}
+
+/// What a plan uses of the device's memory.
+fn used_bytes(report: &Value) -> u64 {
+    let device = report["plan"]["device"].as_object().unwrap();
+    let used = device.iter().filter(|(name, _)| *name != "budget_bytes");
+    used.map(|(_, bytes)| bytes.as_u64().unwrap()).sum()
+}
+
+#[test]
+fn a_plan_is_printed_for_people_and_with_json_for_programs() {
+    let text = blockstreamer(&["plan", model()]).ok().stdout;
+    for word in ["blocks ", "layers.0", "device memory", "host memory", "every step", "rates"] {
+        assert!(text.contains(word), "no '{word}' in {text}");
+    }
+    let report = plan(&[]);
+    assert_eq!(report["tokens"], 2048);
+    let seconds = report["plan"]["prediction"]["seconds"].as_f64().unwrap();
+    assert!(seconds >= 0.0, "{report}");
+}
+
+#[test]
+fn without_a_gpu_a_plan_for_one_is_made_from_its_memory() {
+    let one = ["--vram", "1.2GiB", "--ram", "200MiB"];
+    let job = ["--tokens", "16", "--top-fraction", "0.5"];
+    let fits = plan(&[&one[..], &job].concat());
+    assert_eq!(fits["rates_are_assumed"], true);
+    assert!(tiers(&fits).iter().all(|tier| tier == "device"), "{fits}");
+    assert_eq!(fits["plan"]["later"]["link_bytes"], 0);
+
+    // Just what it takes without graphs, less one byte: something has to go.
+    let weights = fits["plan"]["device"]["kept_bytes"].as_u64().unwrap();
+    let graphs = fits["plan"]["device"]["graph_bytes"].as_u64().unwrap();
+    assert!(weights > 0 && graphs > 0, "{fits}");
+    let vram = (used_bytes(&fits) - graphs - 1).to_string();
+    let short = plan(&[&["--vram", &vram, "--ram", "200MiB"][..], &job].concat());
+    assert!(used_bytes(&short) < vram.parse().unwrap(), "{short}");
+    assert!(tiers(&short).iter().any(|tier| tier != "device"), "{short}");
+}
+
+#[test]
+fn budgets_that_are_too_small_say_what_would_do() {
+    let failed = |words: &[&str], said: &[&str]| {
+        blockstreamer(&[&["plan", model()], words].concat()).failed(said);
+    };
+    failed(
+        &["--vram", "64MiB"],
+        &["64.00 MiB of device memory", "the least that works is", "--vram"],
+    );
+    failed(
+        &["--vram", "4GiB", "--ram", "1MiB"],
+        &["1.00 MiB of host memory", "MiB for reads", "--ram"],
+    );
+    failed(&["--mode", "full"], &["--mode full", "not there yet", "--mode lora"]);
+    failed(&["--tokens", "0"], &["--tokens"]);
+    failed(&["--top-fraction", "1.5"], &["1.5"]);
+    let train = Folder::new().train("run", &["--vram", "1MB", "--set", "stream.tier=auto"]);
+    train.failed(&["976.56 KiB of device memory", "the least that works is", "--vram"]);
+}
+
+#[test]
+fn training_by_a_plan_moves_what_was_planned_and_gives_the_bits_of_training_from_disk() {
+    let folder = Folder::new();
+    // Rows of one length, so that the plan knows how many tokens a step has.
+    let row = r#"{"text": "one two three four five six seven eight nine ten"}"#;
+    let data = folder.write("rows.jsonl", &format!("{row}\n").repeat(4));
+    let model = folder.path("model");
+    blockstreamer(&["synth", "qwen3-vl:tiny", "--layers", "8", "--out", &model]).ok();
+    let train = |out: &str, extra: &[&str]| {
+        let out = folder.path(out);
+        let settings = ["--set", "steps=3", "--set", "lora.top_fraction=0.5"];
+        blockstreamer(&words(&model, &data, &out, &[&settings[..], extra].concat())).ok()
+    };
+    train("disk", &[]);
+    let wanted = adapter_bytes(&folder.path("disk"));
+    train("device", &["--set", "stream.tier=device"]);
+    assert_eq!(adapter_bytes(&folder.path("device")), wanted);
+    for line in &metrics(&folder.path("device")) {
+        assert_eq!((&line["read_bytes"], &line["h2d_bytes"]), (&0.into(), &0.into()), "{line}");
+    }
+
+    let tokens = metrics(&folder.path("disk"))[0]["tokens"].to_string();
+    let planned = |memory: &str| {
+        plan_of(&model, &["--ram", memory, "--tokens", &tokens, "--top-fraction", "0.5"])
+    };
+    let all = planned("4GiB");
+    let device = &all["plan"]["device"];
+    let bytes = |name: &str| device[name].as_u64().unwrap();
+    assert!(tiers(&all).iter().all(|tier| tier == "device"), "{all}");
+    let block = all["plan"]["blocks"][0]["image_bytes"].as_u64().unwrap();
+    let others = bytes("resident_bytes") + bytes("working_set_bytes");
+    let mut num_kept = Vec::new();
+    // One slot; three slots; three slots and two blocks that stay; all but the graphs.
+    for (name, num_blocks) in [("one", 1), ("three", 3), ("five", 5), ("all", 100)] {
+        let memory = (others + (num_blocks * block).min(bytes("kept_bytes"))).to_string();
+        let report = planned(&memory);
+        let run = train(name, &["--ram", &memory, "--set", "stream.tier=auto"]);
+        assert!(run.stderr.contains("device memory"), "{}", run.stderr);
+        assert_eq!(adapter_bytes(&folder.path(name)), wanted, "{name}");
+        // What is read ahead for the next step counts in the step during which it arrives.
+        let lines = metrics(&folder.path(name));
+        for (key, of_run) in [("disk_bytes", "read_bytes"), ("link_bytes", "h2d_bytes")] {
+            let planned = |pass: &str| report["plan"][pass][key].as_u64().unwrap();
+            let moved: u64 = lines.iter().map(|line| line[of_run].as_u64().unwrap()).sum();
+            assert_eq!(moved, planned("first") + 2 * planned("later"), "{name} {key}: {report}");
+        }
+        num_kept.push(report["plan"]["device"]["kept_bytes"].as_u64().unwrap() / block);
+    }
+    assert_eq!(num_kept, [0, 0, 2, 8], "of eight blocks");
+}
