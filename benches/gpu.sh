@@ -2,13 +2,19 @@
 # The GPU test suite and measurements, in one call on a machine with a CUDA device and Python with torch,
 # transformers and peft.
 #
-#   benches/gpu.sh BINARIES OUT [phase...]      phases: doctor tiny engine repeat real train
+#   benches/gpu.sh BINARIES OUT [phase...]
+#
+#   doctor tiny engine repeat real    does it run, and are the numbers right
+#   stream step small train           how fast is it, beside the bare link and drive
+#   peers                             how fast are other programs on the same checkpoint
 #
 # BINARIES holds the stripped `blockstreamer`, the plugins' *.so and the test binary `engine-tests`;
-# OUT receives one log per phase. Exit code 1 when any phase failed.
+# OUT receives one log per phase and the measurements as JSON. Exit code 1 when any phase failed.
+# WORK is the folder for checkpoints (50 GB), WHEELS one with the wheels of the peers that Python lacks here.
+# Measurements share one checkpoint of the 8B shape, which the first phase that needs it writes.
 set -u
 binaries=$(realpath "$1"); out=$(realpath "$2"); shift 2
-phases=${*:-doctor tiny engine repeat real train}
+phases=${*:-doctor tiny engine repeat real stream step small train peers}
 cd "$(dirname "$0")/.."
 torch=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -20,10 +26,12 @@ failed=0
 
 phase() { # name, command...
     local name=$1 start=$SECONDS; shift
+    : > "$work/table"
     "$@" > "$out/$name.log" 2>&1; local code=$?
+    cat "$work/table" >> "$out/$name.log"
     [ $code -eq 0 ] || failed=1
     echo "== $name: exit $code, $((SECONDS - start)) s"
-    tail -n "${LINES_SHOWN:-6}" "$out/$name.log" | cut -c1-220
+    tail -n "${LINES_SHOWN:-14}" "$out/$name.log" | cut -c1-220
 }
 
 conformance() { # extra arguments: a summary of the checks that matter, and every failure
@@ -84,7 +92,7 @@ PY
 # Seconds per step of the 8B shape, LoRA r8 on q,k,v,o of the top half, one row of TOKENS tokens.
 train() {
     local model="$work/8b" tokens tier
-    [ -e "$model/config.json" ] || { time "$bs" synth qwen3-vl:8b --out "$model" || return 1; }
+    big || return 1
     rows
     for tier in ram disk; do
         for tokens in 128 2048; do
@@ -99,6 +107,132 @@ train() {
             cut -c1-240 "$work/run/metrics.jsonl" | tail -n 4
         done
     done
+}
+
+# The checkpoint that the measurements share.
+big() {
+    [ -e "$work/8b/config.json" ] || { time "$bs" synth qwen3-vl:8b --out "$work/8b"; }
+}
+
+# Runs `blockstreamer bench …`, keeps its JSON as OUT/NAME.json and what matters of it for the phase's end.
+bench() { # name, words...
+    local name=$1; shift
+    "$bs" bench "$@" --json > "$out/$name.json" || { echo "$name failed"; return 1; }
+    python3 - "$name" "$out/$name.json" >> "$work/table" <<'PY'
+import json, sys
+name, report = sys.argv[1], json.load(open(sys.argv[2]))
+gib = lambda size: "-" if size is None else f"{size / 2**30:.2f}"
+if "passes" in report:
+    images = report["num_images"] or report["read"]
+    print(f"{name:16} ours {report['gb_per_s']:6.2f} GB/s  bare {report['bare']} {report['bare_gb_per_s']:6.2f} GB/s"
+          f"  {100 * report['ratio']:5.1f} %  ({images})")
+for count in report.get("counts", []):
+    shares = "  ".join(f"{key} {100 * value:.0f}%" for key, value in count["shares"].items())
+    print(f"{name:16} {count['tokens']:5} tokens  {count['median_s']:.4f} s (mean {count['mean_s']:.4f})"
+          f"  floor {count['floor_s']:.4f} {count['floor']}  {count['ratio']:.2f}x"
+          f"  copied {count['h2d_bytes'] / 1e9:.2f} GB  read {count['read_bytes'] / 1e9:.2f} GB"
+          f"  device {gib(count['peak_device_bytes'])} GiB  host {gib(count['peak_host_bytes'])} GiB  {shares}")
+PY
+}
+
+# The engine with nothing to compute.
+stream() {
+    local ok=0
+    bench stream-ram stream --tier ram --blocks 36 --block-size 368MiB || ok=1
+    bench stream-ram-large stream --tier ram --blocks 12 --block-size 1.63GiB --prefetch-ahead 2 || ok=1
+    bench stream-disk stream --tier disk --blocks 24 --block-size 368MiB --passes 2 --dir "$work/blocks" || ok=1
+    rm -rf "$work/blocks"
+    return $ok
+}
+
+# Full optimizer steps with ample memory.
+step() {
+    local ok=0
+    big || return 1
+    bench step-ram step "$work/8b" --tier ram --tokens 128,2048 --steps 8 --prefetch-ahead 2 || ok=1
+    bench step-device step "$work/8b" --tier device --tokens 128,4096 --steps 12 || ok=1
+    return $ok
+}
+
+# A control group with 16 GiB of host memory, page cache included; nothing where none can be made.
+limit_bytes=$((16 << 30))
+limit_group() {
+    local group=/sys/fs/cgroup/blockstreamer-$$
+    # Version 2 only: of version 1 the folder holds other things.
+    grep -qw memory /sys/fs/cgroup/cgroup.controllers 2> /dev/null || return
+    {
+        echo +memory > /sys/fs/cgroup/cgroup.subtree_control
+        mkdir -p $group
+        echo 0 > $group/memory.swap.max
+        echo $limit_bytes > $group/memory.max
+    } 2> /dev/null
+    if [ "$(cat $group/memory.max 2> /dev/null)" = $limit_bytes ]; then echo $group; else rmdir $group 2> /dev/null; fi
+}
+
+# Runs a command in a group, if there is one.
+limited() { # group or nothing, command...
+    local group=$1 code; shift
+    if [ -z "$group" ]; then
+        echo "no control group can be made here: host memory has no limit but the command's own"
+        "$@"
+        return
+    fi
+    (echo $BASHPID > "$group/cgroup.procs" && "$@"); code=$?
+    echo "most host memory of the group: $(cat "$group/memory.peak" 2> /dev/null || echo not told) of $limit_bytes bytes"
+    rmdir "$group"
+    return $code
+}
+
+# Most memory in use on the device while a command runs, by the driver: other programs' included.
+watched() {
+    nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -lms 100 > "$work/used" 2> /dev/null &
+    local watcher=$! code
+    "$@"; code=$?
+    kill $watcher; wait $watcher 2> /dev/null
+    echo "most device memory in use: $(sort -n "$work/used" | tail -n 1) MiB"
+    return $code
+}
+
+# A small machine: 8 GiB of device memory, 16 GiB of host memory, a drive with nothing cached.
+small() {
+    local group ram=()
+    big || return 1
+    group=$(limit_group)
+    [ -n "$group" ] || ram=(--ram 16GiB)
+    watched limited "$group" bench small step "$work/8b" --tier auto --vram 8GiB "${ram[@]}" --cold \
+        --tokens 128,2048 --steps 4 --warmup 2
+}
+
+# Other programs. Their wheels are in WHEELS; torch, transformers and peft are Python's own.
+peers() {
+    local ok=0 site="$work/site"
+    big || return 1
+    if [ -n "${WHEELS:-}" ] && [ ! -e "$site" ]; then
+        python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || return 1
+    fi
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" TRAINSTREAM_CACHE_DIR="$work/trainstream"
+    # It compiles itself when it is first used, while a peer runs that only waits for the drive.
+    python3 -c 'import trainstream' > "$work/trainstream.log" 2>&1 &
+    local build=$!
+    peer() { timeout 120 python3 -W ignore benches/peers.py "$1" "$work/8b" "${@:2}" >> "$out/peers.jsonl" || { echo "$1 failed"; ok=1; }; }
+    : > "$out/peers.jsonl"
+    limited "$(limit_group)" timeout 200 python3 -W ignore benches/peers.py block-streamer-disk "$work/8b" --shards "$work/8b-shards" \
+        --cold --tokens 128,2048 --steps 2 --warmup 1 > "$work/peer" || { echo "block-streamer-disk failed"; ok=1; }
+    grep '^{' "$work/peer" >> "$out/peers.jsonl"; grep -v '^{' "$work/peer"
+    rm -rf "$work/8b-shards"
+    wait $build || { tail -n 5 "$work/trainstream.log"; ok=1; }
+    peer resident --tokens 128,2048,4096
+    peer block-streamer-ram --tokens 128,2048,4096
+    HOST_BYTES=$((128 << 30)) peer trainstream --tokens 128,2048
+    python3 - "$out/peers.jsonl" >> "$work/table" <<'PY'
+import json, sys
+for line in open(sys.argv[1]):
+    report = json.loads(line)
+    print(f"{report['peer']:20} {report['tokens']:5} tokens  {report['median_s']:.4f} s (mean {report['mean_s']:.4f})"
+          f"  device {(report['peak_device_bytes'] or 0) / 2**30:.2f} GiB  host {report['peak_host_bytes'] / 2**30:.2f} GiB"
+          f"  cold {report['cold']}")
+PY
+    return $ok
 }
 
 engine() {
