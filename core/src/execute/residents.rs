@@ -9,12 +9,9 @@ use super::options::Residency;
 use crate::block::{BlockIndex, BlockSpec, Placement};
 use crate::device::{CopyEngine, HostBuffer, tensor_over};
 use crate::error::{Error, Result};
-use crate::source::BlockSource;
+use crate::source::{BlockSource, read_image};
 use crate::state::NamedTensors;
 use crate::stream::{StreamOptions, load_blocks, views};
-
-/// Most bytes read into host memory at once: bounds what a source with checksums must hold.
-const LOAD_BYTES: usize = 64 << 20;
 
 /// What every block sees besides its own tensors.
 #[derive(Debug, Default)]
@@ -88,10 +85,7 @@ impl Residents {
             return Ok(lent);
         }
         let mut image = engine.host_buffer(spec.image_bytes)?;
-        for (part, into) in image.bytes_mut().chunks_mut(LOAD_BYTES).enumerate() {
-            let start = part * LOAD_BYTES;
-            self.read_bytes += source.read(block, start..start + into.len(), into)?;
-        }
+        self.read_bytes += read_image(&**source, block, &mut image)?;
         let found = tensor_over(&Arc::new(image), |image| Some(image), device)?;
         found.ok_or_else(|| Error::usage("host memory that was just reserved is not there"))
     }

@@ -7,13 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use super::{BlockSource, Extent, check_request};
+use super::{BlockSource, Extent, check_request, read_image};
 use crate::block::{BlockIndex, BlockSpec};
 use crate::device::HostBuffer;
 use crate::error::{Error, Result};
 
-/// Most bytes read from the other source at once: bounds what a source with checksums must hold.
-const LOAD_BYTES: usize = 64 << 20;
 /// Threads that load: page-locking and reading of different blocks overlap.
 const NUM_THREADS: usize = 4;
 
@@ -111,12 +109,8 @@ enum Failure {
 }
 
 fn fill(inner: &dyn BlockSource, block: BlockIndex, mut image: HostBuffer) -> Result<HostBuffer> {
-    for (part, into) in image.bytes_mut().chunks_mut(LOAD_BYTES).enumerate() {
-        let start = part * LOAD_BYTES;
-        inner
-            .read(block, start..start + into.len(), into)
-            .map_err(|error| error.in_block(&inner.blocks()[block.0].name))?;
-    }
+    read_image(inner, block, &mut image)
+        .map_err(|error| error.in_block(&inner.blocks()[block.0].name))?;
     Ok(image)
 }
 

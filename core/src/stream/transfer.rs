@@ -216,8 +216,7 @@ impl Transfer {
         for index in fetch.staged {
             self.ring.iter_mut().for_each(|ring| ring.abandon(index));
         }
-        let name = &self.source.blocks()[fetch.block.0].name;
-        Some((slot, served.map_err(|error| error.in_block(name))))
+        Some((slot, served.map_err(|error| error.in_block(self.block_name(fetch.block)))))
     }
 
     /// Gives the oldest fetch up because of an error of the reader or the source itself, and starts
