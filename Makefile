@@ -1,13 +1,14 @@
-# setup -> build -> demo; setup -> test; setup -> check. Each does what it needs of the earlier ones.
+# setup -> build -> demo, demo-images; setup -> test; setup -> check. Each does what it needs of the earlier ones.
 # The only thing cargo cannot fetch is libtorch: it comes as a Python wheel and goes into .libtorch/.
 
 TORCH := torch==2.11.0
 # What libtorch_cpu needs of CUDA even without a GPU.
 TORCH_CPU := --no-deps $(TORCH) nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85
 DEMO := runs/demo
+DEMO_IMAGES := runs/demo-images
 BLOCKSTREAMER := target/release/blockstreamer
 
-.PHONY: setup build demo test check clean-demo
+.PHONY: setup build demo demo-images test check clean-demo
 
 setup:
 	@set=cpu; packages="$(TORCH_CPU)"; \
@@ -30,6 +31,13 @@ build: setup
 demo: build clean-demo
 	$(BLOCKSTREAMER) synth qwen3-vl:tiny --out $(DEMO)/model
 	$(BLOCKSTREAMER) train host/assets/demo.toml --model $(DEMO)/model --data host/assets/demo.jsonl --out $(DEMO)/run
+
+# The same with pictures.
+demo-images: build
+	rm -rf $(DEMO_IMAGES)
+	$(BLOCKSTREAMER) synth qwen3-vl:tiny --out $(DEMO_IMAGES)/model
+	$(BLOCKSTREAMER) train host/assets/demo_images.toml --model $(DEMO_IMAGES)/model \
+		--data host/assets/demo_images.jsonl --out $(DEMO_IMAGES)/run
 
 clean-demo:
 	rm -rf $(DEMO)

@@ -4,8 +4,10 @@
 #
 #   benches/gpu.sh BINARIES OUT [phase...]
 #
-#   doctor tiny engine repeat real    does it run, and are the numbers right
-#   stream step small train           how fast is it, beside the bare link and drive
+#   doctor tiny engine repeat real real_moe real_pictures   does it run, and are the numbers right
+#   stream step small train pictures  how fast is it, beside the bare link and drive; a run with pictures
+#   gpt_oss                           goldens and the layer's speed; a 120B-shaped checkpoint of GPT_OSS_LAYERS layers on a
+#                                     small machine, and block-streamer on it
 #   peers                             how fast are other programs on the same checkpoint
 #
 # BINARIES holds the stripped `blockstreamer`, the plugins' *.so and the test binary `engine-tests`;
@@ -14,7 +16,7 @@
 # Measurements share one checkpoint of the 8B shape, which the first phase that needs it writes.
 set -u
 binaries=$(realpath "$1"); out=$(realpath "$2"); shift 2
-phases=${*:-doctor tiny engine repeat real stream step small train peers}
+phases=${*:-doctor tiny engine repeat real real_moe real_pictures stream step small train pictures gpt_oss peers}
 cd "$(dirname "$0")/.."
 torch=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -35,7 +37,7 @@ phase() { # name, command...
 }
 
 conformance() { # extra arguments: a summary of the checks that matter, and every failure
-    "$bs" conformance qwen3-vl --device cuda "$@" > "$work/checks"; local code=$?
+    "$bs" conformance "${FAMILY:-qwen3-vl}" --device cuda "$@" > "$work/checks"; local code=$?
     grep -v '^ok .*\(grad\.\|changes no bit\)' "$work/checks" | cut -c1-200
     grep '^ok .*grad\.' "$work/checks" | sort -k3 -g -r | head -3 | cut -c1-200
     return $code
@@ -44,22 +46,56 @@ conformance() { # extra arguments: a summary of the checks that matter, and ever
 tiny() {
     local ok=0
     for dtype in fp32 bf16; do
-        echo "-- goldens, $dtype"; conformance --golden tests/goldens/qwen3_vl_text --dtype $dtype || ok=1
+        for golden in tests/goldens/qwen3_vl*; do
+            echo "-- $golden, $dtype"; conformance --golden "$golden" --dtype $dtype || ok=1
+        done
         echo "-- contract, $dtype"; conformance --dtype $dtype || ok=1
     done
     return $ok
 }
 
 # Real block sizes: 368 MiB. transformers and peft make the goldens on this machine's GPU.
-real() {
-    local ok=0 model="$work/8b-4"
-    "$bs" synth qwen3-vl:8b --layers 4 --out "$model" || return 1
-    python3 tests/goldens/make_golden.py "$model" --device cuda --tokens 256 2>&1 | grep -E 'loss|Error|error' || return 1
+against_transformers() { # size, layers, arguments of make_golden.py...
+    local ok=0 model="$work/real"
+    "$bs" synth "qwen3-vl:$1" --layers "$2" --out "$model" || return 1
+    python3 tests/goldens/make_golden.py "$model" --device cuda "${@:3}" 2>&1 | grep -E 'loss|Error|error' || return 1
     for dtype in fp32 bf16; do
-        echo "-- 8b, 4 layers, $dtype"; conformance --golden "$model" --dtype $dtype || ok=1
+        echo "-- $1, $2 layers, ${*:3}, $dtype"; conformance --golden "$model" --dtype $dtype || ok=1
     done
     rm -rf "$model"
     return $ok
+}
+
+real() { against_transformers 8b 4 --tokens 256; }
+real_moe() { against_transformers 30b-a3b 1 --tokens 256 --layers-adapted 1; }
+real_pictures() { against_transformers 8b 1 --tokens 256 --layers-adapted 1 --pictures; }
+
+# The whole 8B shape, trained on rows with pictures within 8 GiB of device memory.
+pictures() {
+    big || return 1
+    python3 - "$work" <<'PY' || return 1
+import json, os, struct, sys, zlib
+folder = sys.argv[1] + "/pictures"
+os.makedirs(folder, exist_ok=True)
+def png(path, width, height, colour):
+    row = lambda y: b"\0" + bytes((c + x * y // 97) % 256 for x in range(width) for c in colour)
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(b"".join(row(y) for y in range(height)), 1)
+    open(path, "wb").write(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
+with open(f"{folder}/rows.jsonl", "w") as rows:
+    for name, colour in {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}.items():
+        png(f"{folder}/{name}.png", 640, 480, colour)
+        content = [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "Which colour?"}]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {name}."}]
+        rows.write(json.dumps({"messages": turns}) + "\n")
+PY
+    rm -rf "$work/run"
+    watched "$bs" train --model "$work/8b" --data "$work/pictures/rows.jsonl" --out "$work/run" --vram 8GiB \
+        --set steps=12 --set batch_size=1 --set device=cuda --set learning_rate=1e-3 \
+        --set lora.rank=8 --set lora.alpha=16 --set lora.top_fraction=0.5 \
+        --set 'lora.target_modules=["q_proj","k_proj","v_proj","o_proj"]' || return 1
+    cut -c1-240 "$work/run/metrics.jsonl"
 }
 
 # Two equal runs, and one that is resumed half way, give the same adapter bit for bit, dropout included.
@@ -203,14 +239,42 @@ small() {
         --tokens 128,2048 --steps 4 --warmup 2
 }
 
+gpt_oss() {
+    local ok=0 model="$work/120b" group dtype golden
+    for dtype in fp32 bf16; do
+        for golden in tests/goldens/gpt_oss*; do
+            echo "-- $golden, $dtype"; FAMILY=gpt-oss conformance --golden "$golden" --dtype $dtype || ok=1
+        done
+    done
+    BLOCKSTREAMER_TEST_DEVICE=cuda "$binaries/engine-tests" --test-threads=1 --ignored --nocapture mxfp4_layer_speed || ok=1
+    python3 -W ignore benches/gpt_oss_layer.py || ok=1
+    rm -rf "$work/8b"
+    time "$bs" synth gpt-oss:120b --layers "${GPT_OSS_LAYERS:-12}" --out "$model" || return 1
+    group=$(limit_group)
+    watched limited "$group" bench gpt-oss-small step "$model" --tier auto --vram 8GiB --cold \
+        --tokens 128,2048 --steps 3 --warmup 2 || ok=1
+    if wheels; then
+        limited "$(limit_group)" timeout "${PEER_S:-200}" python3 -W ignore benches/peers.py block-streamer-disk "$model" \
+            --shards "$work/120b-shards" --cold --tokens 128 --steps 1 --warmup 1 || { echo "block-streamer-disk failed"; ok=1; }
+        rm -rf "$work/120b-shards"
+    fi
+    rm -rf "$model"
+    return $ok
+}
+
+# Makes the peers' wheels importable, if there are any.
+wheels() {
+    [ -n "${WHEELS:-}" ] || return 1
+    [ -e "$work/site" ] || python3 -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$WHEELS"/*.whl || return 1
+    export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
+}
+
 # Other programs. Their wheels are in WHEELS; torch, transformers and peft are Python's own.
 peers() {
-    local ok=0 site="$work/site"
+    local ok=0
     big || return 1
-    if [ -n "${WHEELS:-}" ] && [ ! -e "$site" ]; then
-        python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || return 1
-    fi
-    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" TRAINSTREAM_CACHE_DIR="$work/trainstream"
+    wheels
+    export TRAINSTREAM_CACHE_DIR="$work/trainstream"
     # It compiles itself when it is first used, while a peer runs that only waits for the drive.
     python3 -c 'import trainstream' > "$work/trainstream.log" 2>&1 &
     local build=$!

@@ -1,4 +1,5 @@
-"""Other programs on the checkpoint that `blockstreamer synth qwen3-vl:…` wrote, one JSON line per token count.
+"""Other programs on the checkpoint that `blockstreamer synth qwen3-vl:…` wrote (block-streamer-disk: or gpt-oss:…), one
+JSON line per token count.
 
 usage: peers.py PEER CHECKPOINT [--tokens 128,2048] [--steps 5] [--warmup 2] [--shards DIR] [--cold]
 
@@ -141,12 +142,13 @@ def block_streamer_ram(options, device):
 
 def block_streamer_disk(options, device):
     from block_streamer.lora import LoRAConfig
-    from block_streamer.runners import Qwen3VLRunner
+    from block_streamer.runners import GptOssRunner, Qwen3VLRunner
 
     if options.shards is None:
         sys.exit("block-streamer-disk keeps a copy of the decoder in shard files: name their folder with --shards")
     lora = LoRAConfig(rank=RANK, alpha=ALPHA, targets=tuple(TARGETS), top_fraction=0.5)
-    runner = Qwen3VLRunner(options.checkpoint, options.shards, lora, device=str(device), prefetch_ahead=2,
+    family = json.loads((Path(options.checkpoint) / "config.json").read_text())["model_type"]
+    runner = (GptOssRunner if family == "gpt_oss" else Qwen3VLRunner)(options.checkpoint, options.shards, lora, device=str(device), prefetch_ahead=2,
                            dtype=torch.bfloat16).train()
     peer = Peer(runner.trainable_parameters(), runner)
     peer.cold_files = sorted(Path(options.shards).glob("*.bin"))
@@ -250,7 +252,7 @@ def main():
     parser.add_argument("--cold", action="store_true", help="drop the peer's files from the page cache before every step")
     options = parser.parse_args()
     config = json.loads((Path(options.checkpoint) / "config.json").read_text())
-    vocab_size = config["text_config"]["vocab_size"]
+    vocab_size = config.get("text_config", config)["vocab_size"]
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     start = time.perf_counter()

@@ -11,10 +11,13 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -63,6 +66,39 @@ std::vector<Tensor> list(Tensor* const* tensors, size_t count) {
   return result;
 }
 
+// Makes the gradient of an input from the gradient of the output; returns 0, or 1 with a message. It neither
+// throws nor panics. `result` receives a tensor that is given away.
+using Backward = int (*)(void* closure, const Tensor* grad_output, Tensor** result, char* message,
+                         size_t num_message_bytes);
+using Release = void (*)(void*);
+
+// A node of an autograd graph whose backward is a closure of somebody else.
+struct ForeignNode final : public torch::autograd::Node {
+  ForeignNode(void* closure, Backward backward, Release release) : closure(closure, release), backward(backward) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grad_outputs) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    torch::autograd::variable_list gradients(1);
+    if (!grad_outputs[0].defined()) return gradients;
+    TORCH_CHECK(closure != nullptr, "a graph that was freed cannot be gone through again");
+    char message[1024] = {};
+    Tensor* gradient = nullptr;
+    if (backward(closure.get(), &grad_outputs[0], &gradient, message, sizeof(message)) != 0)
+      throw std::runtime_error(message);
+    gradients[0] = *gradient;
+    delete gradient;
+    return gradients;
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closure.reset();
+  }
+
+  std::unique_ptr<void, Release> closure;
+  Backward backward;
+};
+
 c10::DeviceAllocator* device_allocator(int device_type) {
   at::globalContext().lazyInitDevice(static_cast<c10::DeviceType>(device_type));
   return dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(static_cast<c10::DeviceType>(device_type)));
@@ -81,6 +117,23 @@ int bs_grad(Tensor* const* outputs, Tensor* const* grad_outputs, size_t num_outp
                                            /*create_graph=*/false, /*allow_unused=*/true);
     for (size_t i = 0; i < num_inputs; i++)
       results[i] = gradients[i].defined() ? new Tensor(gradients[i]) : nullptr;
+  });
+}
+
+// The values of `output` as a function of `input` whose gradient `backward` makes. `closure` is handed to
+// `release` when the graph goes, or at once when there is none to be or the call fails.
+int bs_with_gradient(const Tensor* input, const Tensor* output, void* closure, Backward backward, Release release,
+                     Tensor** result, const ErrorBuffer* error) {
+  std::unique_ptr<void, Release> held(closure, release);
+  return guarded(error, [&] {
+    Tensor value = output->detach();
+    if (c10::GradMode::is_enabled() && input->requires_grad()) {
+      std::shared_ptr<ForeignNode> node(new ForeignNode(held.release(), backward, release),
+                                        torch::autograd::deleteNode);
+      node->set_next_edges(torch::autograd::collect_next_edges(*input));
+      torch::autograd::set_history(value, node);
+    }
+    *result = new Tensor(std::move(value));
   });
 }
 

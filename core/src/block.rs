@@ -53,12 +53,16 @@ pub struct TensorSpec {
     pub name: String,
     /// Element type as stored.
     pub dtype: Dtype,
-    /// Dimensions, outermost first.
+    /// Dimensions as stored, outermost first.
     pub shape: Vec<usize>,
     /// Start in the image; a multiple of [`TENSOR_ALIGNMENT_BYTES`].
     pub offset_bytes: usize,
     /// Size without padding.
     pub num_bytes: usize,
+    /// Whether it is `[num_experts, in_features, out_features]` and seen on the device with the last two
+    /// dimensions exchanged, without a copy.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_transposed: bool,
 }
 
 /// A named set of tensors that is staged, used and dropped together.
@@ -104,7 +108,8 @@ impl BlockSpec {
                 .checked_add(num_bytes)
                 .filter(|end| *end <= isize::MAX as usize)
                 .ok_or_else(too_large)?;
-            specs.push(TensorSpec { name, dtype, shape, offset_bytes, num_bytes });
+            let is_transposed = false;
+            specs.push(TensorSpec { name, dtype, shape, offset_bytes, num_bytes, is_transposed });
         }
         let image_bytes = end.next_multiple_of(TENSOR_ALIGNMENT_BYTES);
         Ok(Self { name: name.into(), placement, tensors: specs, image_bytes })

@@ -26,6 +26,8 @@ pub struct AttentionPattern {
 pub struct Context {
     /// Family-chosen tensors, for example `cos` and `sin`.
     pub tensors: NamedTensors,
+    /// Counts and lengths that shape the computation, on the host. They ask for no gradients.
+    pub on_host: NamedTensors,
     /// The mask description that [`Scope::attention`](crate::scope::Scope::attention) applies.
     pub attention: AttentionPattern,
 }
@@ -35,6 +37,7 @@ impl Clone for Context {
         let share = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
         Self {
             tensors: self.tensors.clone(),
+            on_host: self.on_host.clone(),
             attention: AttentionPattern {
                 causal: self.attention.causal,
                 key_mask: share(&self.attention.key_mask),

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::BenchCommand;
+use blockstreamer_core::family::ModelOptions;
+use blockstreamer_core::weights::ExpertLayout;
+
+use crate::bench::{BenchCommand, at_least_one};
 use crate::engine::{Precision, Tier};
 use crate::size::Size;
 
@@ -39,6 +42,8 @@ pub enum Command {
     Train(TrainArgs),
     /// Loss and perplexity of a model on rows
     Eval(EvalArgs),
+    /// Write a checkpoint with the change of a LoRA adapter in its weights
+    Merge(MergeArgs),
     /// Measure streaming and training beside what the hardware allows
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -84,6 +89,30 @@ pub enum Mode {
     Full,
 }
 
+/// How the experts of a model are taken.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct ExpertArgs {
+    /// How experts lie in the files, where their shapes cannot tell: in_out, out_in
+    #[arg(long, value_parser = expert_layout)]
+    pub expert_layout: Option<ExpertLayout>,
+    /// Blocks that the experts of a layer are dealt over; as few as leave room for all slots if not given
+    #[arg(long, value_parser = at_least_one)]
+    pub expert_groups: Option<usize>,
+}
+
+impl ExpertArgs {
+    /// The same for a family.
+    pub fn options(&self) -> ModelOptions {
+        let Self { expert_layout, expert_groups } = *self;
+        ModelOptions { num_expert_groups: expert_groups.unwrap_or(1), expert_layout }
+    }
+}
+
+fn expert_layout(text: &str) -> Result<ExpertLayout, String> {
+    serde_json::from_value(text.into())
+        .map_err(|_| format!("'{text}' is not known; there are in_out and out_in"))
+}
+
 /// `plan`
 #[derive(Debug, Args)]
 pub struct PlanArgs {
@@ -101,9 +130,15 @@ pub struct PlanArgs {
     /// Tokens of one optimizer step
     #[arg(long, default_value_t = 2048)]
     pub tokens: usize,
+    /// Patches of the pictures of one optimizer step; 0: it has none
+    #[arg(long, default_value_t = 0)]
+    pub patches: usize,
     /// Share of the layers, from the top, that is trained
     #[arg(long, default_value_t = 1.0)]
     pub top_fraction: f64,
+    /// Experts
+    #[command(flatten)]
+    pub experts: ExpertArgs,
     /// Print one JSON document
     #[arg(long)]
     pub json: bool,
@@ -120,6 +155,9 @@ pub struct ShardArgs {
     /// Check existing shards instead of writing
     #[arg(long)]
     pub verify: bool,
+    /// Experts: a run takes shards as they were cut
+    #[command(flatten)]
+    pub experts: ExpertArgs,
 }
 
 /// `train`
@@ -148,6 +186,9 @@ pub struct TrainArgs {
     /// File for a Chrome trace of the first three steps after the first one
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Experts
+    #[command(flatten)]
+    pub experts: ExpertArgs,
     /// Change a setting of the run file: lora.rank=8
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
@@ -167,6 +208,12 @@ pub struct EvalArgs {
     /// Most tokens of a row; longer rows lose their end
     #[arg(long, default_value_t = 2048)]
     pub sequence_length: usize,
+    /// Fewest pixels of a picture; the model's own bound if not given
+    #[arg(long)]
+    pub min_pixels: Option<usize>,
+    /// Most pixels of a picture; the model's own bound if not given
+    #[arg(long)]
+    pub max_pixels: Option<usize>,
     /// Rows of one pass
     #[arg(long, default_value_t = 1)]
     pub batch_size: usize,
@@ -188,6 +235,46 @@ pub struct EvalArgs {
     /// Blocks on the device beyond the one in use
     #[arg(long, default_value_t = 2)]
     pub prefetch_ahead: usize,
+    /// Experts
+    #[command(flatten)]
+    pub experts: ExpertArgs,
+    /// Print one JSON document
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What becomes of experts that are packed in MXFP4.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum PackedExpertsArg {
+    /// All are stored in BF16
+    Bf16,
+    /// Those that change are packed again, with a loss that is reported
+    Mxfp4,
+}
+
+/// `merge`
+#[derive(Debug, Args)]
+pub struct MergeArgs {
+    /// Folder of the model
+    pub model: PathBuf,
+    /// Folder of a LoRA adapter
+    #[arg(long)]
+    pub adapter: PathBuf,
+    /// Folder to write
+    #[arg(long)]
+    pub out: PathBuf,
+    /// auto, cpu, cuda, cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// What becomes of experts that are packed in MXFP4, when the adapter changes some
+    #[arg(long, value_enum)]
+    pub experts: Option<PackedExpertsArg>,
+    /// How experts lie in the files, where their shapes cannot tell: in_out, out_in
+    #[arg(long, value_parser = expert_layout)]
+    pub expert_layout: Option<ExpertLayout>,
+    /// Largest file
+    #[arg(long, default_value = "5GB")]
+    pub max_file: Size,
     /// Print one JSON document
     #[arg(long)]
     pub json: bool,

@@ -11,6 +11,7 @@ use blockstreamer_core::adapter::Lora;
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::checkpoint::write_safetensors;
 use blockstreamer_core::execute::{Executor, ExecutorOptions};
+use blockstreamer_core::family::ModelOptions;
 use blockstreamer_core::state::NamedTensors;
 use blockstreamer_host::engine::{OpenModel, StreamConfig};
 use blockstreamer_host::plugins::Registry;
@@ -21,7 +22,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let [model, adapter, out] = &arguments[..] else {
         return Err("usage: dump_logits MODEL ADAPTER OUT.safetensors".into());
     };
-    let open = OpenModel::open(&Registry::discover(&[]), Path::new(model))?;
+    let registry = Registry::discover(&[]);
+    let open = OpenModel::open(&registry, Path::new(model), ModelOptions::default())?;
     // Ids that stay clear of the special tokens, which are the last ones of a vocabulary.
     let num_ids = open.model.dimensions().vocab_size as i64 * 9 / 10;
     let ids = Tensor::f_arange(48, (Kind::Int64, Device::Cpu))?;

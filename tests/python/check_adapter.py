@@ -11,6 +11,7 @@ import argparse, json, math, re, sys, warnings
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import AutoConfig
 import transformers
@@ -19,11 +20,22 @@ import transformers
 def load_model(directory):
     config = AutoConfig.from_pretrained(directory)
     kind = getattr(transformers, config.architectures[0])
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    # Fused experts have a module whose kernel can be chosen; dense models ignore the choice.
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
+                                experts_implementation="eager").eval()
 
 
 def pattern_value(patterns, module, default):
     return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def path_of(name, module):
+    """The path by which peft looks for the rank: of the module, or of the parameter that it wraps."""
+    if not isinstance(module, ParamWrapper):
+        return name
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return f"{name}.{module.parameter_name}"
 
 
 def check_modules(peft_model, adapter_dir):
@@ -39,11 +51,12 @@ def check_modules(peft_model, adapter_dir):
             problems.append(f"other values in peft: {name}")
     for name, module in peft_model.base_model.model.named_modules():
         if isinstance(module, LoraLayer):
-            rank = pattern_value(config["rank_pattern"], name, config["r"])
-            alpha = pattern_value(config["alpha_pattern"], name, config["lora_alpha"])
+            path = path_of(name, module)
+            rank = pattern_value(config["rank_pattern"], path, config["r"])
+            alpha = pattern_value(config["alpha_pattern"], path, config["lora_alpha"])
             scaling = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
             if not math.isclose(module.scaling["default"], scaling):
-                problems.append(f"{name}: peft scales by {module.scaling['default']}, the configuration says {scaling}")
+                problems.append(f"{path}: peft scales by {module.scaling['default']}, the configuration says {scaling}")
     print(f"modules: {len(expected) // 2} in the file, {len(found) // 2} in peft")
     return problems
 

@@ -6,8 +6,9 @@ use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
 use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::execute::{BlockScope, PassInput, Residents};
 use blockstreamer_core::family::Model;
-use blockstreamer_core::numerics::AttentionKernel;
+use blockstreamer_core::numerics::{AttentionKernel, ExpertKernel};
 use blockstreamer_core::state::{NamedTensors, State};
+use blockstreamer_core::vision::Patches;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::toy::{ToyModel, blocks_of};
@@ -69,16 +70,25 @@ impl<'a> AllResident<'a> {
             compute_kind: self.kind,
             device: self.device,
             attention: AttentionKernel::Eager,
+            experts: ExpertKernel::Loop,
         }
     }
 
     /// What a batch brings into the first block.
     pub fn embed(&self, batch: &Batch) -> Result<PassInput> {
-        let batch = Batch::new(batch.input_ids.f_to_device(self.device)?);
+        let has_vision = batch.has_vision();
+        let images = batch.images.clone().map(|images| {
+            Ok::<_, blockstreamer_core::Error>(Patches {
+                pixels: images.pixels.f_to_device(self.device)?,
+                ..images
+            })
+        });
+        let input_ids = batch.input_ids.f_to_device(self.device)?;
+        let batch = Batch { images: images.transpose()?, ..Batch::new(input_ids) };
         let empty = NamedTensors::new();
         let embed = || self.model.embed(&self.scope(None, &empty, None), &batch);
         let (context, state) = tch::no_grad(embed)?;
-        Ok(PassInput { context, state })
+        Ok(PassInput { context, state, has_vision })
     }
 
     /// The states after each block, for one micro-batch.
@@ -93,6 +103,10 @@ impl<'a> AllResident<'a> {
             let seed = seeds.map(|seeds| seeds(block, micro_batch));
             let scope = self.scope(Some(block), tensors, seed);
             let state = states.last().unwrap_or(&input.state).clone();
+            if self.model.is_for_vision(block) && !input.has_vision {
+                states.push(state);
+                continue;
+            }
             let next =
                 self.model.forward_block(BlockIndex(block), &scope, &input.context, state)?;
             states.push(next);

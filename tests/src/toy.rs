@@ -13,7 +13,7 @@ use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::family::{Model, ModelDimensions};
 use blockstreamer_core::scope::Scope;
 use blockstreamer_core::state::{HIDDEN, State};
-use blockstreamer_core::weights::WeightTable;
+use blockstreamer_core::weights::{BlockPlan, WeightTable};
 use tch::{Device, Kind, Tensor};
 
 /// Width of the hidden states.
@@ -48,6 +48,16 @@ pub enum Part {
     Split3,
     /// Returns a view of its own weight as a state tensor.
     Alias,
+    /// As [`Part::Split2`], for the tokens of all micro-batches at a time.
+    Tokens2,
+    /// As [`Part::Split3`], likewise.
+    Tokens3,
+    /// `p + tanh(see(p))` on pictures, for passes that have any.
+    See,
+    /// Adds the mean of the pictures to the hidden states and hands them on as a feature.
+    Merge,
+    /// Adds the mean of the feature, where there is one.
+    Recall,
 }
 
 impl Part {
@@ -59,7 +69,8 @@ impl Part {
                 ("up.weight", wave(&[inner, h], seed)),
                 ("down.weight", wave(&[h, inner], seed + 0.5)),
             ],
-            Self::Plain | Self::Extra => vec![],
+            Self::Plain | Self::Extra | Self::Merge | Self::Recall => vec![],
+            Self::See => vec![("see.weight", wave(&[h, h], seed))],
             Self::Permute => vec![
                 ("order", Tensor::from_slice(&[3_i64, 1, 0, 2, 7, 6, 5, 4])),
                 ("moved", Tensor::from_slice(&[true, false, true, true, false, true, true, false])),
@@ -69,13 +80,13 @@ impl Part {
                 vec![("a.weight", shared.shallow_clone()), ("b.weight", shared)]
             }
             Self::Split1 => vec![("norm", wave(&[h], seed))],
-            Self::Split2 => {
+            Self::Split2 | Self::Tokens2 => {
                 vec![
                     ("gate.weight", wave(&[h, h], seed)),
                     ("value.weight", wave(&[h, h], seed + 0.3)),
                 ]
             }
-            Self::Split3 => vec![("out.weight", wave(&[h, h], seed))],
+            Self::Split3 | Self::Tokens3 => vec![("out.weight", wave(&[h, h], seed))],
             Self::Alias => vec![("up.weight", wave(&[h, h], seed))],
         }
     }
@@ -102,6 +113,30 @@ impl ToyModel {
         Self { parts: [Part::Split1, Part::Split2, Part::Split3].repeat(num_layers) }
     }
 
+    /// Pictures in two blocks, then layers of which two thirds treat tokens alone.
+    pub fn seeing() -> Self {
+        use Part::{Merge, Mlp, Recall, See, Split1, Tokens2, Tokens3};
+        let parts = vec![
+            See,
+            See,
+            Merge,
+            Split1,
+            Tokens2,
+            Tokens3,
+            Recall,
+            Split1,
+            Tokens2,
+            Tokens3,
+            Mlp(5),
+        ];
+        Self { parts }
+    }
+
+    /// Whether a block is only for passes with pictures.
+    pub fn is_for_vision(&self, block: usize) -> bool {
+        matches!(self.parts[block], Part::See | Part::Merge)
+    }
+
     /// Equal MLP blocks.
     pub fn equal(num_blocks: usize) -> Self {
         Self { parts: vec![Part::Mlp(16); num_blocks] }
@@ -114,13 +149,24 @@ impl Model for ToyModel {
             hidden_size: HIDDEN_SIZE as usize,
             vocab_size: VOCAB_SIZE as usize,
             num_hidden_layers: self.parts.len(),
+            num_experts: 0,
+            num_experts_per_tok: 0,
             max_position_embeddings: 64,
             initializer_range_ppm: 20_000,
         }
     }
 
     fn weights(&self) -> Result<WeightTable> {
-        Ok(WeightTable::new(Dtype::F32))
+        let mut table = WeightTable::new(Dtype::F32);
+        for (block, part) in self.parts.iter().enumerate() {
+            let plan = BlockPlan::new(BLOCK_NAMES[block], Placement::Streamed, None);
+            table.blocks.push(match part {
+                Part::Tokens2 | Part::Tokens3 => plan.tokenwise(),
+                _ if self.is_for_vision(block) => plan.only_with_vision(),
+                _ => plan,
+            });
+        }
+        Ok(table)
     }
 
     fn ignores(&self, _name: &str) -> Result<bool> {
@@ -132,7 +178,11 @@ impl Model for ToyModel {
         let mut context = Context::default();
         let extra = wave(&[HIDDEN_SIZE], 9.0).f_to_device(scope.device())?;
         context.tensors.insert("extra", extra.f_to_kind(scope.compute_kind())?);
-        Ok((context, State::new().with(HIDDEN, hidden)))
+        let mut state = State::new().with(HIDDEN, hidden);
+        if let Some(images) = &batch.images {
+            state.insert("pictures", images.pixels.f_to_kind(scope.compute_kind())?);
+        }
+        Ok((context, state))
     }
 
     fn forward_block(
@@ -162,18 +212,34 @@ impl Model for ToyModel {
                 state.insert("residual", hidden.shallow_clone());
                 hidden.f_mul(&scope.tensor("norm")?)?
             }
-            Part::Split2 => {
+            Part::Split2 | Part::Tokens2 => {
                 state.insert("gate", scope.linear("gate", &hidden)?.f_sigmoid()?);
                 // The choice of a discrete index flows along and asks for no gradient.
                 state.insert("choice", hidden.f_argmax(-1, true)?);
                 scope.linear("value", &hidden)?
             }
-            Part::Split3 => {
+            Part::Split3 | Part::Tokens3 => {
                 let gate = state.take("gate")?;
                 let chosen = hidden.f_gather(-1, &state.take("choice")?, false)?;
                 let mixed = hidden.f_mul(&gate)?.f_add(&chosen)?;
                 state.take("residual")?.f_add(&scope.linear("out", &mixed)?)?
             }
+            Part::See => {
+                let pictures = state.take("pictures")?;
+                let seen = scope.linear("see", &pictures)?.f_tanh()?;
+                state.insert("pictures", pictures.f_add(&seen)?);
+                hidden
+            }
+            Part::Merge => {
+                let pictures = state.take("pictures")?;
+                let merged = hidden.f_add(&pictures.f_mean_dim(0, false, None)?)?;
+                state.insert("feature", pictures);
+                merged
+            }
+            Part::Recall => match state.find("feature") {
+                Some(_) => hidden.f_add(&state.take("feature")?.f_mean_dim(0, false, None)?)?,
+                None => hidden,
+            },
             Part::Alias => {
                 state.insert("weight", scope.tensor("up.weight")?);
                 scope.linear("up", &hidden)?

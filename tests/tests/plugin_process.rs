@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::context::Context;
-use blockstreamer_core::family::Model;
-use blockstreamer_core::scope::{AttentionOptions, Scope};
+use blockstreamer_core::family::{Model, ModelOptions};
+use blockstreamer_core::scope::{AttentionOptions, ExpertShape, Routing, Scope};
 use blockstreamer_core::state::{HIDDEN, State};
 use blockstreamer_core::{Error, Result};
 use blockstreamer_host::plugins::Registry;
@@ -49,9 +49,20 @@ impl Scope for Doubling {
         _key: &Tensor,
         _value: &Tensor,
         _context: &Context,
-        _options: &AttentionOptions,
+        _options: &AttentionOptions<'_>,
     ) -> Result<Tensor> {
         Ok(query.shallow_clone())
+    }
+
+    fn experts(
+        &self,
+        _site: &str,
+        x: &Tensor,
+        _routing: &Routing,
+        _shape: &ExpertShape,
+        _sum: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        Ok(x.shallow_clone())
     }
 
     fn compute_kind(&self) -> Kind {
@@ -77,7 +88,8 @@ fn both_plugins() -> (Registry, TempDir) {
 }
 
 fn open(registry: &Registry, model_type: &str, panic_in: &str) -> Result<Box<dyn Model>> {
-    registry.open_model(&format!(r#"{{"model_type": "{model_type}", "panic_in": "{panic_in}"}}"#))
+    let config = format!(r#"{{"model_type": "{model_type}", "panic_in": "{panic_in}"}}"#);
+    registry.open_model(&config, &ModelOptions::default())
 }
 
 fn counting() -> Tensor {
@@ -112,6 +124,10 @@ fn a_panic_in_any_method_comes_back_as_an_error_and_the_plugin_goes_on() {
     assert_panicked(open(&registry, "misbehave", "dimensions"), "dimensions");
     let family = registry.family("misbehave").unwrap().family();
     assert_panicked(family.chat_format(r#"{"panic_in": "chat_format"}"#), "chat_format");
+    let panics = r#"{"panic_in": "processor_files"}"#;
+    assert_panicked(family.processor_files(panics), "processor_files");
+    let files = family.processor_files(r#"{"panic_in": ""}"#).unwrap();
+    assert_eq!(files[0].0, "processor.json");
 
     assert_panicked(model("weights").weights(), "weights");
     assert_panicked(model("ignores").ignores("x"), "ignores");

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use blockstreamer_core::family::ModelOptions;
 use blockstreamer_host::plugins::Registry;
 use blockstreamer_tests::built;
 use serde_json::Value;
@@ -197,10 +198,12 @@ fn an_unknown_family_or_model_type_lists_those_found() {
     assert_eq!(registry.family("well-behaved").unwrap().model_types, ["well_behaved"]);
     let by_name = registry.family("gone").unwrap_err().to_string();
     assert!(by_name.contains("'gone'") && by_name.contains("well-behaved"), "{by_name}");
-    let by_type = registry.open_model(r#"{"model_type": "gone"}"#).unwrap_err().to_string();
+    let options = ModelOptions::default();
+    let by_type =
+        registry.open_model(r#"{"model_type": "gone"}"#, &options).unwrap_err().to_string();
     assert!(by_type.contains("'gone'") && by_type.contains("(well_behaved)"), "{by_type}");
-    let no_type = registry.open_model("{}").unwrap_err().to_string();
+    let no_type = registry.open_model("{}", &options).unwrap_err().to_string();
     assert!(no_type.contains("config.json") && no_type.contains("model_type"), "{no_type}");
-    let none = Registry::default().open_model(r#"{"model_type": "gone"}"#).unwrap_err();
+    let none = Registry::default().open_model(r#"{"model_type": "gone"}"#, &options).unwrap_err();
     assert!(none.to_string().contains("families found: none"), "{none}");
 }

@@ -117,14 +117,17 @@ fn the_command_line_is_the_one_agreed_on() {
         [
             "families --json",
             "synth --layers --max-file --out --seed MODEL",
-            "plan --json --mode --ram --tokens --top-fraction --vram MODEL",
-            "shard --out --verify MODEL",
-            "train --data --model --out --ram --resume --set --trace --vram CONFIG",
-            "eval --adapter --batch-size --data --device --dtype --json --prefetch-ahead \
-             --ram --sequence-length --tier --vram MODEL",
+            "plan --expert-groups --expert-layout --json --mode --patches --ram --tokens --top-fraction \
+             --vram MODEL",
+            "shard --expert-groups --expert-layout --out --verify MODEL",
+            "train --data --expert-groups --expert-layout --model --out --ram --resume --set --trace \
+             --vram CONFIG",
+            "eval --adapter --batch-size --data --device --dtype --expert-groups --expert-layout --json \
+             --max-pixels --min-pixels --prefetch-ahead --ram --sequence-length --tier --vram MODEL",
+            "merge --adapter --device --expert-layout --experts --json --max-file --out MODEL",
             "bench stream --block-size --blocks --chunk --device --dir --json --num-chunks --passes \
              --prefetch-ahead --queue-depth --read --tier",
-            "bench step --cold --device --dtype --json --layers --prefetch-ahead --ram --rank --steps \
+            "bench step --cold --device --dtype --expert-groups --expert-layout --json --layers --prefetch-ahead --ram --rank --steps \
              --target-modules --tier --tokens --top-fraction --trace --vram --warmup --work-dir MODEL",
             "conformance --device --dtype --golden --json FAMILY",
             "doctor --json --path",

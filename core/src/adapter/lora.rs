@@ -1,16 +1,18 @@
-//! LoRA: a product of two thin matrices beside each chosen linear (Hu et al. 2021).
+//! LoRA: a product of two thin matrices beside each chosen matrix (Hu et al. 2021).
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::random::NamedStream;
-use crate::adapter::targets::{LayerRule, ModuleRule, compile, select};
+use crate::adapter::targets::{LayerRule, ModuleRule, Target, compile, select};
 use crate::adapter::{Adapter, AdapterCall, Trainable, peft};
 use crate::block::BlockIndex;
 use crate::device::dropout;
 use crate::error::{Error, Result};
+use crate::numerics::LowRankFactors;
 use crate::site::Site;
 
 /// The numbers of a LoRA adapter, named as in PEFT's `LoraConfig`.
@@ -20,11 +22,13 @@ pub struct LoraShape {
     pub rank: usize,
     /// The product is scaled by `alpha / rank`. Default 16.
     pub alpha: f64,
-    /// Probability with which an element of the input is dropped in training. Default 0.
+    /// Probability with which an element of the input is dropped in training. Default 0. Parameters allow no
+    /// other, in PEFT and here.
     pub dropout: f64,
     /// Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023). Default false.
     pub use_rslora: bool,
-    /// Other ranks for the modules whose path ends in a match of the expression; the first match counts.
+    /// Other ranks for the modules and parameters whose path ends in a match of the expression; the first
+    /// match counts.
     pub rank_pattern: Vec<(String, usize)>,
     /// Other alphas, likewise.
     pub alpha_pattern: Vec<(String, f64)>,
@@ -44,13 +48,13 @@ impl Default for LoraShape {
 }
 
 impl LoraShape {
-    /// Rank and scaling at `module`.
+    /// Rank and scaling at the module or parameter `path`.
     ///
     /// # Errors
     /// [`Error::Adapter`] for a pattern that is no regular expression.
-    fn at(&self, module: &str) -> Result<(usize, f64)> {
-        let rank = first_match(&self.rank_pattern, module)?.unwrap_or(self.rank);
-        let alpha = first_match(&self.alpha_pattern, module)?.unwrap_or(self.alpha);
+    fn at(&self, path: &str) -> Result<(usize, f64)> {
+        let rank = first_match(&self.rank_pattern, path)?.unwrap_or(self.rank);
+        let alpha = first_match(&self.alpha_pattern, path)?.unwrap_or(self.alpha);
         let divisor = if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 };
         Ok((rank, alpha / divisor))
     }
@@ -87,12 +91,18 @@ fn first_match<T: Copy>(patterns: &[(String, T)], module: &str) -> Result<Option
 pub struct LoraOptions {
     /// Rank, scaling and dropout.
     pub shape: LoraShape,
-    /// The linears to attach to. Default: every linear except the output head.
+    /// The linears to attach to; no router and no experts are among them. Default: every linear except the
+    /// output head and the vision tower.
     pub target_modules: ModuleRule,
-    /// The linears to leave out of these. Default: none.
+    /// The parameters to attach to, each a path or the end of one that follows a dot:
+    /// `mlp.experts.down_proj`, `mlp.gate.weight`. Default: none.
+    pub target_parameters: Vec<String>,
+    /// The linears to leave out of `target_modules`. Default: none.
     pub exclude_modules: Option<ModuleRule>,
     /// The layers to attach in. Default: all.
     pub layers: LayerRule,
+    /// Whether `all-linear` takes in the vision tower. Default: no.
+    pub vision: bool,
     /// Decides the initial values, together with each module's name. Default 0.
     pub seed: u64,
 }
@@ -102,8 +112,10 @@ impl Default for LoraOptions {
         Self {
             shape: LoraShape::default(),
             target_modules: ModuleRule::all_linear(),
+            target_parameters: Vec::new(),
             exclude_modules: None,
             layers: LayerRule::All,
+            vision: false,
             seed: 0,
         }
     }
@@ -112,57 +124,62 @@ impl Default for LoraOptions {
 /// Which of the two matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Matrix {
-    /// `[rank, in_features]`
+    /// `[rank, in_features]`; of experts `[num_experts * rank, in_features]`, one expert's rows together.
     A,
-    /// `[out_features, rank]`
+    /// `[out_features, rank]`; of experts `[out_features, rank * num_experts]`, the columns of all experts
+    /// for one inner dimension together.
     B,
+}
+
+impl Matrix {
+    /// Its shape at `site`.
+    fn shape(self, site: &Site, rank: usize) -> [usize; 2] {
+        let inner = rank * site.num_experts();
+        match self {
+            Self::A => [inner, site.in_features],
+            Self::B => [site.out_features, inner],
+        }
+    }
 }
 
 /// LoRA: `y = output + scaling * B(A(dropout(x)))`, with fp32 masters of A and B.
 #[derive(Debug)]
 pub struct Lora {
     shape: LoraShape,
-    /// A and B of each module in turn.
+    /// A and B in turn.
     trainables: Vec<Trainable>,
-    /// Module paths, one for each two of `trainables`.
     modules: Vec<String>,
+    parameters: Vec<String>,
     attached: HashMap<BlockIndex, HashMap<String, Attachment>>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Attachment {
-    /// Position in `modules`.
-    module: usize,
+    /// Position of A in `trainables`; B follows it.
+    a: usize,
+    rank: usize,
     scaling: f64,
 }
 
 impl Lora {
     /// A new adapter on `device` that changes nothing yet: A is drawn from
     /// `U(-1/sqrt(in_features), 1/sqrt(in_features))`, which is PEFT's Kaiming initialisation, and B is
-    /// zero. The values depend on the seed and on each module's path alone.
+    /// zero. The values depend on the seed and on each path alone.
     ///
     /// # Errors
     /// [`Error::Adapter`] for options out of range and for targets that match nothing.
     pub fn new(sites: &[Site], options: &LoraOptions, device: Device) -> Result<Self> {
-        let chosen = select(
-            sites,
-            &options.target_modules,
-            options.exclude_modules.as_ref(),
-            &options.layers,
-        )?;
-        Self::build(&chosen, options.shape.clone(), device, |site, rank, matrix| {
-            let (rank, width) = (rank as i64, site.in_features as i64);
-            match matrix {
+        let chosen = select(sites, options)?;
+        Self::build(&chosen, options.shape.clone(), device, |slot| {
+            let size = slot.shape.map(|extent| extent as i64);
+            match slot.matrix {
                 Matrix::A => {
-                    let bound = 1.0 / (site.in_features as f64).sqrt();
-                    let values = NamedStream::new(options.seed, &site.module)
-                        .uniform((rank * width) as usize, bound);
-                    Ok(Tensor::f_from_slice(&values)?.f_reshape([rank, width])?)
+                    let bound = 1.0 / (slot.site.in_features as f64).sqrt();
+                    let values = NamedStream::new(options.seed, &slot.site.module)
+                        .uniform(slot.shape[0] * slot.shape[1], bound);
+                    Ok(Tensor::f_from_slice(&values)?.f_reshape(size)?)
                 }
-                Matrix::B => {
-                    let size = [site.out_features as i64, rank];
-                    Ok(Tensor::f_zeros(size, (Kind::Float, Device::Cpu))?)
-                }
+                Matrix::B => Ok(Tensor::f_zeros(size, (Kind::Float, Device::Cpu))?),
             }
         })
     }
@@ -183,59 +200,99 @@ impl Lora {
         &self.shape
     }
 
-    /// Paths of the modules that are adapted, in the order of the model's sites.
+    /// Paths of the linears that are adapted as modules, in the order of the model's sites.
     pub fn modules(&self) -> &[String] {
         &self.modules
     }
 
-    /// Attaches to `sites`, with the matrices that `fill` returns (any device). Sites of one module in
+    /// Paths of what is adapted as a parameter, likewise.
+    pub fn parameters(&self) -> &[String] {
+        &self.parameters
+    }
+
+    /// Attaches to `targets`, with the matrices that `fill` returns (any device). Sites of one path in
     /// several blocks share its matrices.
     pub(crate) fn build(
-        sites: &[&Site],
+        targets: &[Target<'_>],
         shape: LoraShape,
         device: Device,
-        mut fill: impl FnMut(&Site, usize, Matrix) -> Result<Tensor>,
+        mut fill: impl FnMut(&NewMatrix<'_>) -> Result<Tensor>,
     ) -> Result<Self> {
         shape.check()?;
-        let mut lora =
-            Self { shape, trainables: Vec::new(), modules: Vec::new(), attached: HashMap::new() };
-        let mut seen: HashMap<&str, (usize, &Site)> = HashMap::new();
-        for &site in sites {
-            let (rank, scaling) = lora.shape.at(&site.module)?;
-            let module = match seen.get(site.module.as_str()) {
-                Some(&(module, first)) => {
-                    let size = |site: &Site| (site.in_features, site.out_features);
+        if shape.dropout > 0.0 && targets.iter().any(|target| target.is_parameter) {
+            let message = "dropout must be 0 with target_parameters: PEFT adds to the weight itself there and \
+                           drops nothing, so the adapter could not be used as it was trained";
+            return Err(Error::Adapter { message: message.into() });
+        }
+        let keys = peft::module_keys(targets);
+        let mut lora = Self {
+            shape,
+            trainables: Vec::new(),
+            modules: Vec::new(),
+            parameters: Vec::new(),
+            attached: HashMap::new(),
+        };
+        let mut seen: HashMap<String, (Attachment, &Site)> = HashMap::new();
+        for target in targets {
+            let (site, path) = (target.site, target.path());
+            let attachment = match seen.get(&path) {
+                Some(&(attachment, first)) => {
+                    let size =
+                        |site: &Site| (site.in_features, site.out_features, site.num_experts());
                     if size(first) != size(site) {
-                        let message = format!("module '{}' has two sizes", site.module);
+                        let message = format!("'{path}' has two sizes");
                         return Err(Error::Adapter { message });
                     }
-                    for trainable in &mut lora.trainables[2 * module..2 * module + 2] {
+                    for trainable in &mut lora.trainables[attachment.a..attachment.a + 2] {
                         trainable.blocks.push(site.block);
                     }
-                    module
+                    attachment
                 }
                 None => {
+                    let (rank, scaling) = lora.shape.at(&path)?;
+                    let attachment = Attachment { a: lora.trainables.len(), rank, scaling };
+                    let module = keys.get(&path).unwrap_or(&site.module);
                     for matrix in [Matrix::A, Matrix::B] {
-                        let tensor = fill(site, rank, matrix)?
+                        let name = peft::key(module, matrix);
+                        let shape = matrix.shape(site, rank);
+                        let tensor = fill(&NewMatrix { site, name: &name, matrix, shape })?
                             .f_to_device(device)?
                             .f_to_kind(Kind::Float)?
                             .f_set_requires_grad(true)?;
-                        let name = peft::key(&site.module, matrix);
                         lora.trainables.push(Trainable { name, blocks: vec![site.block], tensor });
                     }
-                    lora.modules.push(site.module.clone());
-                    seen.insert(&site.module, (lora.modules.len() - 1, site));
-                    lora.modules.len() - 1
+                    let list =
+                        if target.is_parameter { &mut lora.parameters } else { &mut lora.modules };
+                    list.push(path.clone());
+                    seen.insert(path, (attachment, site));
+                    attachment
                 }
             };
             let block = lora.attached.entry(site.block).or_default();
-            if block.insert(site.local.clone(), Attachment { module, scaling }).is_some() {
+            if block.insert(site.local.clone(), attachment).is_some() {
                 let message = format!("block {} has two sites '{}'", site.block, site.local);
                 return Err(Error::Adapter { message });
             }
         }
         Ok(lora)
     }
+
+    /// What is attached where `call` is, with A and B.
+    fn attachment(&self, call: AdapterCall<'_>) -> Option<(Attachment, &Tensor, &Tensor)> {
+        let attachment = *self.attached.get(&call.block)?.get(call.site)?;
+        let [a, b] = &self.trainables[attachment.a..attachment.a + 2] else { return None };
+        Some((attachment, &a.tensor, &b.tensor))
+    }
+}
+
+/// A matrix that [`Lora::build`] asks for.
+#[derive(Debug)]
+pub(crate) struct NewMatrix<'a> {
+    pub(crate) site: &'a Site,
+    /// Its key in PEFT's file.
+    pub(crate) name: &'a str,
+    pub(crate) matrix: Matrix,
+    pub(crate) shape: [usize; 2],
 }
 
 impl Adapter for Lora {
@@ -244,13 +301,9 @@ impl Adapter for Lora {
     }
 
     fn linear(&self, call: AdapterCall<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
-        let Some(site) = self.attached.get(&call.block).and_then(|sites| sites.get(call.site))
-        else {
-            return Ok(output);
-        };
+        let Some((site, a, b)) = self.attachment(call) else { return Ok(output) };
         let kind = output.f_kind()?;
-        let a = self.trainables[2 * site.module].tensor.f_to_kind(kind)?;
-        let b = self.trainables[2 * site.module + 1].tensor.f_to_kind(kind)?;
+        let (a, b) = (a.f_to_kind(kind)?, b.f_to_kind(kind)?);
         let dropped = match call.dropout_seed {
             Some(seed) if self.shape.dropout > 0.0 => {
                 // Linears that share an input draw masks of their own, as in PEFT.
@@ -266,6 +319,34 @@ impl Adapter for Lora {
         let (out_features, rank) = b.size2()?;
         let sum = rows(&output, out_features)?.f_addmm(&rows(&inner, rank)?, &b.f_tr()?)?;
         Ok(sum.f_reshape(output.size())?)
+    }
+
+    fn expert_factors(
+        &self,
+        call: AdapterCall<'_>,
+        experts: Range<usize>,
+        kind: Kind,
+    ) -> Result<Option<LowRankFactors>> {
+        let Some((Attachment { rank, scaling, .. }, a, b)) = self.attachment(call) else {
+            return Ok(None);
+        };
+        let ((rows, in_features), out_features) = (a.size2()?, b.size2()?.0);
+        let rank = rank as i64;
+        let (start, num_experts) = (experts.start as i64, experts.len() as i64);
+        if start + num_experts > rows / rank {
+            let message = format!(
+                "experts {experts:?} are asked for at '{}', but the adapter has {} there",
+                call.site,
+                rows / rank
+            );
+            return Err(Error::Adapter { message });
+        }
+        // PEFT keeps an expert's rows of A together, and in B the columns of all experts.
+        let a = a.f_narrow(0, start * rank, num_experts * rank)?;
+        let a = a.f_view([num_experts, rank, in_features])?.f_to_kind(kind)?;
+        let b = b.f_view([out_features, rank, -1])?.f_narrow(2, start, num_experts)?;
+        let b = b.f_permute([2, 0, 1])?.f_to_kind(kind)?;
+        Ok(Some(LowRankFactors { a, b, scaling }))
     }
 
     fn export(&self, directory: &Path, base_model: &str) -> Result<()> {

@@ -1,12 +1,14 @@
-//! Adapters: small trainable changes on frozen linears.
+//! Adapters: small trainable changes on frozen linears and experts.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::block::BlockIndex;
 use crate::error::Result;
+use crate::numerics::LowRankFactors;
 
 mod lora;
 mod peft;
@@ -16,7 +18,7 @@ mod targets;
 mod tests;
 
 pub use lora::{Lora, LoraOptions, LoraShape};
-pub use targets::{LayerRule, ModuleRule, select};
+pub use targets::{LayerRule, ModuleRule};
 
 /// A trainable tensor and the blocks that use it.
 #[derive(Debug)]
@@ -58,15 +60,25 @@ pub trait Adapter: Send + fmt::Debug {
     /// [`Error::Torch`](crate::Error::Torch) when libtorch refuses.
     fn linear(&self, call: AdapterCall<'_>, x: &Tensor, output: Tensor) -> Result<Tensor>;
 
+    /// What is added to the matrices at `call.site` of the layer's experts with these numbers, in `kind`,
+    /// with a graph. The one matrix of a linear or a router has the number 0; [merging](mod@crate::merge)
+    /// asks for it. `None` where nothing is attached, which is the default.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`](crate::Error::Adapter) when the adapter was made for fewer experts.
+    fn expert_factors(
+        &self,
+        _call: AdapterCall<'_>,
+        _experts: Range<usize>,
+        _kind: Kind,
+    ) -> Result<Option<LowRankFactors>> {
+        Ok(None)
+    }
+
     /// Writes the adapter as PEFT reads it into the folder `directory`, whole or not at all.
     /// `base_model` goes into its configuration.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) when the folder cannot be written.
     fn export(&self, directory: &Path, base_model: &str) -> Result<()>;
-}
-
-/// The lowest block that any trainable touches: the backward pass stops there.
-pub fn lowest_trainable_block(trainables: &[Trainable]) -> Option<BlockIndex> {
-    trainables.iter().flat_map(|trainable| trainable.blocks.iter().copied()).min()
 }

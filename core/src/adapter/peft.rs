@@ -1,6 +1,6 @@
 //! LoRA adapters in PEFT's files: `adapter_model.safetensors` and `adapter_config.json`.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use safetensors::SafeTensors;
@@ -9,19 +9,54 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
-use crate::adapter::lora::{Lora, LoraShape, Matrix};
-use crate::adapter::targets::{ModuleRule, compile};
+use crate::adapter::lora::{Lora, LoraShape, Matrix, NewMatrix};
+use crate::adapter::targets::{ModuleRule, Target, compile, names_parameter};
 use crate::checkpoint::atomic::{AtomicDirectory, write_file};
 use crate::checkpoint::write_safetensors;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::site::Site;
+use crate::site::{Site, SiteKind};
 use crate::state::NamedTensors;
 
 const CONFIG_FILE: &str = "adapter_config.json";
 const TENSOR_FILE: &str = "adapter_model.safetensors";
 /// The release of PEFT whose files these are.
 const PEFT_VERSION: &str = "0.21.2";
+
+/// The first release whose factors of experts are `[num_experts * rank, in]` and `[out, rank * num_experts]`
+/// for the weights `[num_experts, out, in]` of transformers 5. Earlier ones exchange in and out.
+const FIRST_WITH_OUT_IN: (u64, u64) = (0, 19);
+
+/// The module under whose name PEFT keeps the matrices of each target, by [`Target::path`].
+///
+/// It wraps the module that holds a parameter. Where several parameters of one module are adapted, the
+/// wrappers nest in the order in which the module declares them, the last one outside; an inner one is the
+/// `base_layer` of the next.
+pub(crate) fn module_keys(targets: &[Target<'_>]) -> HashMap<String, String> {
+    let mut wrapped: HashMap<String, Vec<String>> = HashMap::new();
+    let mut keys = HashMap::new();
+    for target in targets {
+        let path = target.path();
+        match path.rsplit_once('.') {
+            Some((module, _)) if target.is_parameter => {
+                let paths = wrapped.entry(module.to_owned()).or_default();
+                // A layer in several blocks names its parameters in each.
+                if !paths.contains(&path) {
+                    paths.push(path);
+                }
+            }
+            _ => drop(keys.insert(path.clone(), path)),
+        }
+    }
+    for (module, paths) in wrapped {
+        let mut key = module;
+        for path in paths.into_iter().rev() {
+            keys.insert(path, key.clone());
+            key += ".base_layer";
+        }
+    }
+    keys
+}
 
 /// The name of a matrix in `adapter_model.safetensors`.
 pub(crate) fn key(module: &str, matrix: Matrix) -> String {
@@ -30,13 +65,12 @@ pub(crate) fn key(module: &str, matrix: Matrix) -> String {
 }
 
 /// Settings that say nothing about the arithmetic, whatever their value.
-const PASSIVE_SETTINGS: [&str; 9] = [
+const PASSIVE_SETTINGS: [&str; 8] = [
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
     "inference_mode",
     "megatron_core",
-    "peft_version",
     "qalora_group_size",
     "revision",
     "task_type",
@@ -53,9 +87,9 @@ enum OneOrMany<T> {
 }
 
 impl<T> OneOrMany<T> {
-    fn into_vec(self) -> Vec<T> {
+    fn as_slice(&self) -> &[T] {
         match self {
-            Self::One(value) => vec![value],
+            Self::One(value) => std::slice::from_ref(value),
             Self::Many(values) => values,
         }
     }
@@ -72,10 +106,12 @@ struct PeftConfig {
     use_rslora: bool,
     rank_pattern: Option<Map<String, Value>>,
     alpha_pattern: Option<Map<String, Value>>,
-    target_modules: ModuleRule,
+    target_modules: Option<ModuleRule>,
+    target_parameters: Option<Vec<String>>,
     exclude_modules: Option<ModuleRule>,
     layers_to_transform: Option<OneOrMany<usize>>,
     layers_pattern: Option<OneOrMany<String>>,
+    peft_version: Option<String>,
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -95,9 +131,16 @@ impl PeftConfig {
         }
         let config: Self = serde_json::from_value(value)
             .map_err(|error| refuse(format!("is not a complete LoRA configuration: {error}")))?;
-        match config.rest.iter().find(|(name, value)| is_unsupported(name, value)) {
-            Some((name, value)) => Err(refuse(format!("{name} = {value} is not supported"))),
-            None => Ok(config),
+        if let Some((name, value)) =
+            config.rest.iter().find(|(name, value)| is_unsupported(name, value))
+        {
+            return Err(refuse(format!("{name} = {value} is not supported")));
+        }
+        match (&config.target_modules, &config.target_parameters) {
+            (None, None) => {
+                Err(refuse("names neither target_modules nor target_parameters".into()))
+            }
+            _ => Ok(config),
         }
     }
 
@@ -124,12 +167,14 @@ impl PeftConfig {
         })
     }
 
-    /// The sites that PEFT would adapt.
-    fn select(self, sites: &[Site]) -> Result<Vec<&Site>> {
-        let is_target = self.target_modules.matcher()?;
+    /// The sites that PEFT would adapt. Exclusions and layers do not count for parameters.
+    fn select<'a>(&self, sites: &'a [Site]) -> Result<Vec<Target<'a>>> {
+        let none = ModuleRule::Names(Vec::new());
+        let target_modules = self.target_modules.as_ref().unwrap_or(&none);
+        let is_target = target_modules.matcher()?;
         let is_excluded = self.exclude_modules.as_ref().map(ModuleRule::matcher).transpose()?;
-        let layers = self.layers_to_transform.map(OneOrMany::into_vec).unwrap_or_default();
-        let patterns = self.layers_pattern.map(OneOrMany::into_vec).unwrap_or_default();
+        let layers = self.layers_to_transform.as_ref().map(OneOrMany::as_slice).unwrap_or_default();
+        let patterns = self.layers_pattern.as_ref().map(OneOrMany::as_slice).unwrap_or_default();
         let layer_expressions: Vec<_> = match patterns.is_empty() {
             true => vec![compile(r"\A.*?\.[^.]*\.(\d+)\.", "layers_pattern")?],
             false => patterns
@@ -139,7 +184,7 @@ impl PeftConfig {
         };
         let in_layers = |module: &str| {
             // PEFT asks for the layer only of modules that it found by the end of their path.
-            let is_named = match &self.target_modules {
+            let is_named = match target_modules {
                 ModuleRule::Names(names) => names.iter().any(|name| name == module),
                 ModuleRule::Pattern(_) => true,
             };
@@ -147,13 +192,27 @@ impl PeftConfig {
             let layer = layer.and_then(|found| found[1].parse().ok());
             layers.is_empty() || is_named || layer.is_some_and(|layer| layers.contains(&layer))
         };
-        Ok(sites
-            .iter()
-            .filter(|site| is_target.matches(&site.module) && in_layers(&site.module))
-            .filter(|site| {
-                !is_excluded.as_ref().is_some_and(|excluded| excluded.matches(&site.module))
-            })
-            .collect())
+        let parameters = self.target_parameters.as_deref().unwrap_or_default();
+        Target::choose(
+            sites,
+            |site| {
+                is_target.matches(&site.module)
+                    && in_layers(&site.module)
+                    && !is_excluded.as_ref().is_some_and(|excluded| excluded.matches(&site.module))
+            },
+            |site| names_parameter(parameters, site),
+        )
+    }
+
+    /// Whether the factors of experts mean what they mean here; where input and output are equally wide,
+    /// their shapes do not show it.
+    fn has_out_in_experts(&self) -> bool {
+        let version = self.peft_version.as_deref().unwrap_or_default();
+        let mut parts = version.split('.').map(str::parse::<u64>);
+        match (parts.next(), parts.next()) {
+            (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= FIRST_WITH_OUT_IN,
+            _ => false,
+        }
     }
 }
 
@@ -184,11 +243,27 @@ pub(crate) fn import(directory: &Path, sites: &[Site], device: Device) -> Result
     let in_config = |error: Error| Error::file(&config_path, error.to_string());
     let shape = config.shape(&config_path)?;
     let chosen = config.select(sites).map_err(in_config)?;
-    let Some(example) = chosen.first().map(|site| key(&site.module, Matrix::A)) else {
-        let message =
-            "target_modules match no linear of this model; the adapter was made for another";
+    let keys = module_keys(&chosen);
+    let names = |target: &Target<'_>, matrix| {
+        key(keys.get(&target.path()).unwrap_or(&target.site.module), matrix)
+    };
+    let Some(example) = chosen.first().map(|target| names(target, Matrix::A)) else {
+        let message = "target_modules match no linear of this model and target_parameters nothing; the \
+                       adapter was made for another";
         return Err(Error::file(config_path, message));
     };
+    let is_square = |site: &Site| site.num_experts() > 1 && site.in_features == site.out_features;
+    if let Some(target) = chosen.iter().find(|target| is_square(target.site))
+        && !config.has_out_in_experts()
+    {
+        let message = format!(
+            "peft_version is {}; peft before 0.19 exchanges the two factors of experts, which shapes do not \
+             show at '{}', where input and output are equally wide; save the adapter with peft 0.19 or later",
+            config.peft_version.as_deref().unwrap_or("missing"),
+            target.site.module
+        );
+        return Err(Error::file(config_path, message));
+    }
 
     let path = directory.join(TENSOR_FILE);
     let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
@@ -197,7 +272,7 @@ pub(crate) fn import(directory: &Path, sites: &[Site], device: Device) -> Result
     })?;
     let expected: HashSet<_> = chosen
         .iter()
-        .flat_map(|site| [key(&site.module, Matrix::A), key(&site.module, Matrix::B)])
+        .flat_map(|target| [names(target, Matrix::A), names(target, Matrix::B)])
         .collect();
     let mut left_over: Vec<_> =
         tensors.names().into_iter().filter(|name| !expected.contains(*name)).collect();
@@ -211,38 +286,40 @@ pub(crate) fn import(directory: &Path, sites: &[Site], device: Device) -> Result
         );
         return Err(Error::file(path, message));
     }
-    Lora::build(&chosen, shape, device, |site, rank, matrix| {
-        let expected_shape = match matrix {
-            Matrix::A => [rank, site.in_features],
-            Matrix::B => [site.out_features, rank],
-        };
-        read_matrix(&path, &tensors, &key(&site.module, matrix), expected_shape)
-    })
-    .map_err(|error| match error {
-        Error::Adapter { .. } => in_config(error),
-        other => other,
-    })
+    Lora::build(&chosen, shape, device, |slot| read_matrix(&path, &tensors, slot)).map_err(
+        |error| match error {
+            Error::Adapter { .. } => in_config(error),
+            other => other,
+        },
+    )
 }
 
-fn read_matrix(
-    path: &Path,
-    tensors: &SafeTensors<'_>,
-    name: &str,
-    expected_shape: [usize; 2],
-) -> Result<Tensor> {
+fn read_matrix(path: &Path, tensors: &SafeTensors<'_>, slot: &NewMatrix<'_>) -> Result<Tensor> {
+    let &NewMatrix { site, name, matrix, shape } = slot;
     let refuse = |message: String| Error::file(path, format!("tensor '{name}' {message}"));
     let view = tensors
         .tensor(name)
         .map_err(|_| refuse("is missing, though the configuration targets its module".into()))?;
-    if view.shape() != expected_shape {
+    if view.shape() != shape {
         let found = view.shape();
-        return Err(refuse(format!("has shape {found:?}; the model needs {expected_shape:?}")));
+        let exchanged = match matrix {
+            Matrix::A => [shape[0], site.out_features],
+            Matrix::B => [site.in_features, shape[1]],
+        };
+        let reason = match site.kind {
+            SiteKind::Experts { .. } if found == exchanged => {
+                "; input and output are exchanged, as peft before 0.19 writes them: save the adapter with \
+                 peft 0.19 or later and transformers 5"
+            }
+            _ => "",
+        };
+        return Err(refuse(format!("has shape {found:?}; the model needs {shape:?}{reason}")));
     }
     let kind = match Dtype::from_name(&view.dtype().to_string()).map(Dtype::kind) {
         Ok(kind @ (Kind::Float | Kind::Half | Kind::BFloat16)) => kind,
         _ => return Err(refuse(format!("is {}; only F32, F16, BF16 are supported", view.dtype()))),
     };
-    let size = expected_shape.map(|extent| extent as i64);
+    let size = shape.map(|extent| extent as i64);
     Ok(Tensor::f_from_data_size(view.data(), &size, kind)?)
 }
 
@@ -274,7 +351,7 @@ pub(crate) fn export(lora: &Lora, directory: &Path, base_model: &str) -> Result<
     folder.commit()
 }
 
-/// The configuration with which PEFT adapts exactly the modules of `lora`.
+/// The configuration with which PEFT adapts exactly the modules and parameters of `lora`.
 ///
 /// They are named by their whole paths: shorter names would also match modules of the same name
 /// elsewhere, such as in other layers or in a vision tower.
@@ -302,7 +379,7 @@ fn config_of(lora: &Lora, base_model: &str) -> Value {
         "rank_pattern": ranks.collect::<Map<_, _>>(),
         "revision": null,
         "target_modules": lora.modules(),
-        "target_parameters": null,
+        "target_parameters": if lora.parameters().is_empty() { Value::Null } else { json!(lora.parameters()) },
         "task_type": "CAUSAL_LM",
         "use_dora": false,
         "use_rslora": shape.use_rslora,

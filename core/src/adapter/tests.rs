@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::error::Error;
-use crate::site::Site;
+use crate::site::{Site, SiteKind};
 
 const CPU: Device = Device::Cpu;
 
@@ -34,7 +34,18 @@ fn golden_sites() -> Vec<Site> {
             let [out_features, in_features] = info.shape[..] else { continue };
             let block = BlockIndex(layer.unwrap_or(4));
             let (local, module) = (local.to_owned(), module.to_owned());
-            sites.push(Site { block, layer, local, module, in_features, out_features });
+            let kind = SiteKind::Linear;
+            let is_vision = false;
+            sites.push(Site {
+                block,
+                layer,
+                local,
+                module,
+                kind,
+                is_vision,
+                in_features,
+                out_features,
+            });
         }
     }
     sites.sort_by(|a, b| (a.block, &a.module).cmp(&(b.block, &b.module)));
@@ -171,7 +182,8 @@ fn gradients_reach_the_adapter_and_the_input_and_no_frozen_weight() {
             assert!(trainable.tensor.grad().abs().sum(Kind::Float).double_value(&[]) > 0.0);
         }
     }
-    assert_eq!(lowest_trainable_block(lora.trainables()), Some(BlockIndex(0)));
+    let lowest = lora.trainables().iter().flat_map(|trainable| &trainable.blocks).min();
+    assert_eq!(lowest, Some(&BlockIndex(0)));
 }
 
 #[test]
@@ -204,6 +216,8 @@ fn dropout_repeats_for_its_seed_differs_between_seeds_and_sites_and_is_unbiased(
 #[test]
 fn blocks_that_share_a_module_share_its_matrices() {
     let site = |block| Site {
+        kind: SiteKind::Linear,
+        is_vision: false,
         block: BlockIndex(block),
         layer: Some(block),
         local: "proj".into(),
@@ -296,4 +310,5 @@ fn an_export_that_fails_leaves_everything_as_it_was() {
 }
 
 mod bad_files;
+mod experts;
 mod rules;

@@ -150,7 +150,7 @@ fn partial_prefix(target: &Path) -> String {
     format!(".{}.", target.file_name().unwrap_or_default().to_string_lossy())
 }
 
-/// Removes what killed processes left of `target`.
+/// Removes what killed processes left of `target`, a file or a folder.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -167,7 +167,11 @@ pub fn remove_all_partials(folder: &Path) -> Result<()> {
 }
 
 fn remove_partials_with(prefix: &str, folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(Error::io("list", folder))?,
+    };
+    for entry in entries {
         let path = entry.map_err(Error::io("list", folder))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if name.starts_with(prefix) && name.ends_with(PARTIAL_SUFFIX) {

@@ -9,6 +9,11 @@ use crate::source::BlockSource;
 /// Bytes looked at together; a multiple of every tensor's alignment, so that no element is cut.
 const SCAN_BYTES: usize = 4 << 20;
 
+/// How names of [`Role::Mxfp4Scales`](crate::weights::Role::Mxfp4Scales) end.
+const MXFP4_SCALES_END: &str = "_scales";
+/// The scale that makes no number of 32 codes.
+const MXFP4_NAN: u8 = 0xff;
+
 /// A tensor that holds NaN or infinite values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NonFinite {
@@ -31,12 +36,14 @@ pub fn scan_block(source: &dyn BlockSource, block: BlockIndex) -> Result<Vec<Non
         source.blocks().get(block.0).map_or(&[][..], |spec| &spec.tensors)
     {
         let (mut num_values, mut first_element) = (0, None);
-        for start in (0..*num_bytes).step_by(SCAN_BYTES).filter(|_| dtype.is_float()) {
+        let are_scales = *dtype == Dtype::U8 && name.ends_with(MXFP4_SCALES_END);
+        let is_scanned = dtype.is_float() || are_scales;
+        for start in (0..*num_bytes).step_by(SCAN_BYTES).filter(|_| is_scanned) {
             let end = (start + SCAN_BYTES).min(*num_bytes);
             buffer.resize(end - start, 0);
             source.read(block, offset_bytes + start..offset_bytes + end, &mut buffer)?;
             for (index, element) in buffer.chunks_exact(dtype.size_bytes()).enumerate() {
-                if !is_finite(*dtype, element) {
+                if !is_finite(*dtype, element) || (are_scales && element == [MXFP4_NAN]) {
                     num_values += 1;
                     first_element.get_or_insert(start / dtype.size_bytes() + index);
                 }

@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use super::expert_layout::{resolve, stored_shape};
 use super::{Checkpoint, CheckpointFile, StoredTensor};
 use crate::block::{BlockSpec, Placement};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::family::Model;
-use crate::weights::{Weight, WeightTable};
+use crate::family::{Model, ModelOptions};
+use crate::weights::{ExpertLayout, Role, Weight, WeightTable};
 
 /// Where the bytes of one tensor of a block are. Its size is in the block's spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,34 +34,41 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of `checkpoint` for the model that opened it.
+    /// The layout of `checkpoint` for the model that was opened from it with `options`.
     ///
     /// # Errors
     /// As [`Layout::new`], and whatever the model returns.
-    pub fn of(checkpoint: &Checkpoint, model: &dyn Model) -> Result<Self> {
-        Self::new(checkpoint, &model.weights()?, |name| model.ignores(name))
+    pub fn of(checkpoint: &Checkpoint, model: &dyn Model, options: &ModelOptions) -> Result<Self> {
+        let table = model.weights()?;
+        Self::new(checkpoint, &table, options.expert_layout, |name| model.ignores(name))
     }
 
     /// Matches `table` with `checkpoint`. The same checkpoint tensor may have several places (tied
     /// weights, slices); every one must have a place or be ignored, and slices must leave nothing over.
+    /// Experts may lie in either layout; `expert_layout` says in which one where no shape tells.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::Tensor`] for another shape or kind of dtype, naming the file;
+    /// [`Error::MissingTensor`]; [`Error::Tensor`] for another shape or kind of dtype, naming the file, and
+    /// for experts whose layout is not known or not one;
     /// [`Error::File`] for tensors left over; [`Error::Usage`] when the table itself is wrong.
     pub fn new(
         checkpoint: &Checkpoint,
         table: &WeightTable,
+        expert_layout: Option<ExpertLayout>,
         ignores: impl Fn(&str) -> Result<bool>,
     ) -> Result<Self> {
         check_streamed_first(table.blocks.iter().map(|block| (&*block.name, block.placement)))?;
         check_missing(checkpoint, table)?;
+        let expert_layout = resolve(checkpoint, table, expert_layout)?;
         let mut tensors = vec![Vec::new(); table.blocks.len()];
         let mut sources = vec![Vec::new(); table.blocks.len()];
+        let mut transposed = vec![Vec::new(); table.blocks.len()];
         let mut used: BTreeMap<&str, Vec<Range<usize>>> = BTreeMap::new();
         for weight in &table.weights {
             let Some(stored) = checkpoint.tensors.get(&weight.checkpoint) else { continue };
             let file = &checkpoint.files[stored.file];
-            let rows = fit(weight, stored, expected_dtype(table, weight)).map_err(|message| {
+            let expected = (stored_shape(weight, expert_layout), expected_dtype(table, weight));
+            let rows = fit(weight, stored, &expected.0, expected.1).map_err(|message| {
                 Error::tensor(&weight.checkpoint, format!("{message} (in {})", file.path.display()))
             })?;
             let (Some(tensors), Some(sources)) =
@@ -79,16 +87,23 @@ impl Layout {
                 offset_bytes += (stored.num_bytes / (*extent).max(1) * rows.start) as u64;
                 *extent = rows.len();
             }
+            let is_transposed = matches!(weight.role, Role::Experts(_))
+                && expert_layout == Some(ExpertLayout::InOut);
             tensors.push((weight.local.clone(), stored.dtype, shape));
+            transposed[weight.block.0].push(is_transposed);
             let checkpoint = weight.checkpoint.clone();
             sources.push(TensorSource { checkpoint, file: stored.file, offset_bytes });
             used.entry(&weight.checkpoint).or_default().push(rows);
         }
         check_left_over(checkpoint, used, ignores)?;
-        let blocks = (table.blocks.iter().zip(tensors))
-            .map(|(plan, tensors)| {
-                BlockSpec::pack(&plan.name, plan.placement, tensors)
-                    .map_err(|error| error.in_block(&plan.name))
+        let blocks = (table.blocks.iter().zip(tensors).zip(transposed))
+            .map(|((plan, tensors), transposed)| {
+                let mut spec = BlockSpec::pack(&plan.name, plan.placement, tensors)
+                    .map_err(|error| error.in_block(&plan.name))?;
+                for (tensor, is_transposed) in spec.tensors.iter_mut().zip(transposed) {
+                    tensor.is_transposed = is_transposed;
+                }
+                Ok(spec)
             })
             .collect::<Result<_>>()?;
         Ok(Self { blocks, sources, files: checkpoint.files.clone() })
@@ -133,11 +148,16 @@ fn check_missing(checkpoint: &Checkpoint, table: &WeightTable) -> Result<()> {
 }
 
 /// The rows of `stored` that `weight` takes, or why it does not fit.
-fn fit(weight: &Weight, stored: &StoredTensor, expected: Dtype) -> Result<Range<usize>, String> {
-    if stored.shape != weight.shape {
+fn fit(
+    weight: &Weight,
+    stored: &StoredTensor,
+    shape: &[usize],
+    expected: Dtype,
+) -> Result<Range<usize>, String> {
+    if stored.shape != shape {
         return Err(format!(
-            "has shape {:?}, but config.json asks for {:?}; the two belong to different models",
-            stored.shape, weight.shape
+            "has shape {:?}, but config.json asks for {shape:?}; the two belong to different models",
+            stored.shape
         ));
     }
     // Any float is converted on use; whole numbers and codes mean something only as they are.

@@ -7,6 +7,7 @@
 
 pub mod atomic;
 mod exchange;
+mod expert_layout;
 mod finite;
 mod header;
 mod identity;
@@ -15,6 +16,7 @@ mod layout;
 mod read;
 mod synthesize;
 mod tensors;
+mod weight_files;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,11 +26,13 @@ pub use header::{Header, HeaderTensor, MAX_HEADER_BYTES, read_header};
 pub(crate) use layout::check_streamed_first;
 pub use layout::{Layout, TensorSource};
 pub(crate) use read::{open, read_exact_at};
+pub(crate) use synthesize::MARKER_FILE as SYNTHETIC_MARKER;
 pub use synthesize::{SynthesizeOptions, Synthesized, synthesize};
 pub use tensors::{
     RawTensor, read_safetensors, tensor_bytes, tensor_from_bytes, write_raw_safetensors,
     write_safetensors,
 };
+pub(crate) use weight_files::{NewTensor, WeightFiles};
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};

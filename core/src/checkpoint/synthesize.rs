@@ -6,8 +6,6 @@
 //! distribution on a grid of 256 radii by 256 angles (Box-Muller), cut at 3.5 standard deviations.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,17 +14,22 @@ use tch::{Kind, Tensor};
 
 use super::atomic::AtomicDirectory;
 use super::identity::Fingerprint;
-use super::{header, index, tensor_bytes};
+use super::tensor_bytes;
+use super::weight_files::{NewTensor, WeightFiles};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::weights::{Role, Weight, WeightTable};
 
 /// Written beside the weights: says that they are random, and marks the folder as ours to replace.
-const MARKER_FILE: &str = "synthetic.json";
+pub(crate) const MARKER_FILE: &str = "synthetic.json";
 /// Bytes that a thread fills and writes at once.
 const PIECE_BYTES: usize = 8 << 20;
 /// Entries of a value table.
 const NUM_VALUES: usize = 1 << 16;
+
+/// Standard deviation of random MXFP4 codes with a scale that is one of 1/4, 1/2, 1, 2 and 4, all equally
+/// likely: the root of 68.5/8, the mean of the squared codes, times 341/80, that of the squared scales.
+const MXFP4_DEVIATION: f64 = 6.041;
 
 /// What to write where.
 #[derive(Debug, Clone)]
@@ -37,7 +40,8 @@ pub struct SynthesizeOptions {
     pub config_json: String,
     /// The same seed gives the same bytes.
     pub seed: u64,
-    /// Standard deviation of linears, embeddings and biases, and of norm scales around one.
+    /// Standard deviation of linears, embeddings and biases, and of norm scales around one; of packed numbers
+    /// as nearly as powers of two allow.
     pub initializer_range: f64,
     /// Largest file, unless a single tensor is larger.
     pub max_file_bytes: u64,
@@ -65,10 +69,8 @@ struct Target<'a> {
     values: usize,
 }
 
-/// One part of one tensor, and where it goes.
+/// One part of one tensor.
 struct Piece {
-    file: usize,
-    offset_bytes: u64,
     target: usize,
     start_bytes: usize,
     num_bytes: usize,
@@ -82,48 +84,36 @@ struct Piece {
 /// itself; [`Error::Io`], for example when the disk is full.
 pub fn synthesize(table: &WeightTable, options: &SynthesizeOptions) -> Result<Synthesized> {
     let (targets, values) = targets(table, options)?;
-    let files = deal(&targets, options.max_file_bytes);
     let directory = AtomicDirectory::create(&options.directory, MARKER_FILE)?;
     let write = |name: &str, bytes: &[u8]| {
         let path = directory.path().join(name);
         std::fs::write(&path, bytes).map_err(Error::io("write", options.directory.join(name)))
     };
 
-    let mut handles = Vec::new();
+    let tensors: Vec<_> = (targets.iter())
+        .map(|target| NewTensor {
+            name: &target.weight.checkpoint,
+            dtype: target.dtype,
+            shape: &target.weight.shape,
+            num_bytes: target.num_bytes,
+        })
+        .collect();
+    let files = WeightFiles::create(
+        directory.path(),
+        &options.directory,
+        &tensors,
+        options.max_file_bytes,
+    )?;
     let mut pieces = Vec::new();
-    let mut weight_map = serde_json::Map::new();
-    for (file, members) in files.iter().enumerate() {
-        let name = match files.len() {
-            1 => index::SINGLE_FILE.to_owned(),
-            num_files => format!("model-{:05}-of-{num_files:05}.safetensors", file + 1),
-        };
-        let named = members.iter().map(|member| {
-            let target = &targets[*member];
-            (&*target.weight.checkpoint, target.dtype, target.weight.shape.as_slice())
-        });
-        let header = header::encode(named, &[("format", "pt")])?;
-        let mut offset_bytes = header.len() as u64;
-        for member in members {
-            let num_bytes = targets[*member].num_bytes;
-            for start_bytes in (0..num_bytes).step_by(PIECE_BYTES) {
-                let num_bytes = PIECE_BYTES.min(num_bytes - start_bytes);
-                pieces.push(Piece { file, offset_bytes, target: *member, start_bytes, num_bytes });
-                offset_bytes += num_bytes as u64;
-            }
-            weight_map.insert(targets[*member].weight.checkpoint.clone(), json!(name));
+    for (target, tensor) in tensors.iter().enumerate() {
+        for start_bytes in (0..tensor.num_bytes).step_by(PIECE_BYTES) {
+            let num_bytes = PIECE_BYTES.min(tensor.num_bytes - start_bytes);
+            pieces.push(Piece { target, start_bytes, num_bytes });
         }
-        write(&name, &header)?;
-        let path = options.directory.join(&name);
-        let handle = File::options().write(true).open(directory.path().join(&name));
-        handles.push((handle.map_err(Error::io("open", &path))?, path));
     }
-    fill_all(&targets, &values, &pieces, &handles)?;
+    fill_all(&targets, &values, &pieces, &files)?;
 
     let num_bytes = targets.iter().map(|target| target.num_bytes as u64).sum();
-    if files.len() > 1 {
-        let index = json!({"metadata": {"total_size": num_bytes}, "weight_map": weight_map});
-        write(index::INDEX_FILE, format!("{index:#}").as_bytes())?;
-    }
     for (name, bytes) in &options.extra_files {
         write(name, bytes)?;
     }
@@ -136,7 +126,7 @@ pub fn synthesize(table: &WeightTable, options: &SynthesizeOptions) -> Result<Sy
     write(MARKER_FILE, format!("{marker:#}").as_bytes())?;
     write("config.json", options.config_json.as_bytes())?;
     directory.commit()?;
-    Ok(Synthesized { num_files: files.len(), num_tensors: targets.len(), num_bytes })
+    Ok(Synthesized { num_files: files.num_files(), num_tensors: targets.len(), num_bytes })
 }
 
 /// Every checkpoint tensor once, and the value tables that they draw from.
@@ -183,34 +173,20 @@ fn targets<'a>(
     Ok((targets, values.into_iter().map(|entry| entry.1).collect()))
 }
 
-/// Which tensors go into which file: in table order, a new file when the next would make it too large.
-fn deal(targets: &[Target<'_>], max_file_bytes: u64) -> Vec<Vec<usize>> {
-    let mut files = vec![Vec::new()];
-    let mut used_bytes = 0;
-    for (position, target) in targets.iter().enumerate() {
-        let num_bytes = target.num_bytes as u64;
-        if used_bytes > 0 && used_bytes + num_bytes > max_file_bytes {
-            files.push(Vec::new());
-            used_bytes = 0;
-        }
-        used_bytes += num_bytes;
-        if let Some(file) = files.last_mut() {
-            file.push(position);
-        }
-    }
-    files
-}
-
 /// The 65,536 values of a role, as bytes of `dtype`.
 fn value_table(role: Role, dtype: Dtype, initializer_range: f64) -> Result<Vec<u8>> {
     let normal = |index: usize| {
         let radius = (-2.0 * (((index / 256) as f64 + 0.5) / 256.0).ln()).sqrt();
         radius * (std::f64::consts::TAU * ((index % 256) as f64 + 0.5) / 256.0).cos()
     };
+    let middle = (127.0 + (initializer_range / MXFP4_DEVIATION).log2()).round();
     let value = |index: usize| match (role, dtype) {
         (Role::Buffer(_), Dtype::BOOL) => (index % 2) as f64,
         (Role::Buffer(_), Dtype::U8) => (index % 256) as f64,
         (Role::Buffer(_), dtype) if !dtype.is_float() => (index % 128) as f64,
+        // Two codes per byte, every one as likely as the others.
+        (Role::Mxfp4Blocks, _) => (index % 256) as f64,
+        (Role::Mxfp4Scales, _) => (middle - 2.0 + (index % 5) as f64).clamp(0.0, 254.0),
         (Role::NormScale, _) => 1.0 + initializer_range * normal(index),
         _ => initializer_range * normal(index),
     };
@@ -225,7 +201,7 @@ fn fill_all(
     targets: &[Target<'_>],
     values: &[Vec<u8>],
     pieces: &[Piece],
-    files: &[(File, PathBuf)],
+    files: &WeightFiles,
 ) -> Result<()> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -235,9 +211,7 @@ fn fill_all(
             buffer.resize(piece.num_bytes, 0);
             let values = &values[target.values];
             fill(target.dtype, target.seed, values, piece.start_bytes, &mut buffer);
-            let (file, path) = &files[piece.file];
-            let written = file.write_all_at(&buffer, piece.offset_bytes);
-            written.map_err(Error::io("write", path)).inspect_err(|_| {
+            files.write(piece.target, piece.start_bytes, &buffer).inspect_err(|_| {
                 // The others need not go on.
                 next.store(pieces.len(), Ordering::Relaxed);
             })?;

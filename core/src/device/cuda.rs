@@ -28,7 +28,7 @@ pub struct CudaInfo {
     pub free_bytes: usize,
 }
 
-fn failed(action: &'static str) -> impl FnOnce(DriverError) -> Error {
+pub(super) fn failed(action: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| match error.0 {
         sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
             Error::OutOfMemory { action: action.into(), message: error.to_string() }
@@ -73,14 +73,14 @@ pub fn load_cuda() -> Result<()> {
 }
 
 /// The folder that libtorch was mapped from.
-fn libtorch_folder() -> Option<PathBuf> {
+pub(super) fn libtorch_folder() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let line = maps.lines().find(|line| line.ends_with("/libtorch_cpu.so"))?;
     let path = PathBuf::from(&line[line.find('/')?..]);
     path.parent().map(PathBuf::from)
 }
 
-fn context(index: usize) -> Result<Arc<CudaContext>> {
+pub(super) fn context(index: usize) -> Result<Arc<CudaContext>> {
     driver()?;
     // The primary context: the one that libtorch uses.
     CudaContext::new(index).map_err(failed("open the device"))

@@ -3,10 +3,12 @@
 
 use tch::Tensor;
 
+use super::flow::{Extent, join_gradients, split};
 use super::forward::{Pass, Saved};
 use super::gradients::GradientSink;
 use super::record::Visit;
 use super::{Executor, PassInput};
+use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::state::NamedTensors;
 
@@ -49,22 +51,40 @@ impl Executor {
         sink: &mut dyn GradientSink,
     ) -> Result<Vec<InputGradients>> {
         let Pass { inputs, mut saved, lowest, .. } = pass;
+        let extents =
+            inputs.iter().map(|input| Extent::of(&input.state)).collect::<Result<Vec<_>>>()?;
+        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+        let no_context = Context::default();
         let mut collected: Vec<NamedTensors> = inputs.iter().map(|_| NamedTensors::new()).collect();
         for block in self.backward_visits(lowest) {
             let saved_here =
                 saved.pop().ok_or_else(|| Error::usage("the pass kept no states for backward"))?;
             let lease = self.lease(block)?;
+            let aside = match self.is_tokenwise(block) {
+                true => {
+                    let (joined, aside) = join_gradients(&grads, &extents)?;
+                    grads = vec![joined];
+                    Some(aside)
+                }
+                false => None,
+            };
             for (micro_batch, saved) in saved_here.into_iter().enumerate() {
+                let input = &inputs[micro_batch];
                 let recorded = match saved {
+                    Saved::Skipped => continue,
                     Saved::Graph(recorded) => recorded,
                     Saved::Inputs(state) => {
-                        let visit = Visit { block, lowest, micro_batch, step };
-                        self.record(&visit, lease.tensors(), &inputs[micro_batch], state)?
+                        let visit = Visit { block, lowest, first, micro_batch, step };
+                        let context = if aside.is_some() { &no_context } else { &input.context };
+                        self.record(&visit, lease.tensors(), context, &input.state, state)?
                     }
                 };
                 let collected = &mut collected[micro_batch];
                 grads[micro_batch] =
                     recorded.differentiate(&grads[micro_batch], collected, sink)?;
+            }
+            if let (Some(aside), [joined]) = (aside, &grads[..]) {
+                grads = split(joined, &aside, &extents)?;
             }
         }
         let finish = |((grads, context), input): ((NamedTensors, NamedTensors), &PassInput)| {

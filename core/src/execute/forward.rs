@@ -2,6 +2,7 @@
 
 use tch::{Device, Tensor};
 
+use super::flow::Flow;
 use super::options::dropout_seed;
 use super::record::{Recorded, Visit};
 use super::{Executor, on_device};
@@ -13,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::numerics::padding_is_on_the_right;
 use crate::state::{HIDDEN, NamedTensors, State};
 use crate::stream::Lease;
+use crate::vision::Patches;
 
 /// What one micro-batch brings into the first block.
 #[derive(Debug)]
@@ -21,13 +23,16 @@ pub struct PassInput {
     pub context: Context,
     /// The first state. Tensors that require gradients get them.
     pub state: State,
+    /// Whether the micro-batch has pictures, and passes through the blocks for them.
+    pub has_vision: bool,
 }
 
 /// A forward pass: where it ended, and what backward needs.
 #[derive(Debug)]
 pub struct Pass {
     pub(super) inputs: Vec<PassInput>,
-    /// Of the blocks from `lowest` on, `[block - lowest][micro-batch]`.
+    /// Of the blocks from `lowest` on, `[block - lowest][micro-batch]`; of a block of tokens alone one entry
+    /// for all micro-batches.
     pub(super) saved: Vec<Vec<Saved>>,
     /// The lowest block that backward will visit.
     pub(super) lowest: Option<BlockIndex>,
@@ -41,6 +46,8 @@ pub(super) enum Saved {
     Inputs(State),
     /// The graph itself.
     Graph(Recorded),
+    /// The micro-batch did not pass through the block.
+    Skipped,
 }
 
 impl Pass {
@@ -65,7 +72,8 @@ impl Executor {
         let run = || {
             self.idle()?;
             let lowest = self.lowest_for(&inputs);
-            let forward = (0..self.num_streamed).map(BlockIndex);
+            let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+            let forward = (first..self.num_streamed).map(BlockIndex);
             self.stream.schedule(forward.chain(self.backward_visits(lowest)))?;
             self.run_forward(inputs, true, step, &mut |_, _, _| Ok(()))
         };
@@ -75,7 +83,7 @@ impl Executor {
     /// Embeds and runs batches without keeping anything for backward, without dropout.
     pub(super) fn forward(&self, batches: &[Batch], on_block: &mut OnBlock<'_>) -> Result<Pass> {
         self.idle()?;
-        self.stream.schedule(self.inference_visits())?;
+        self.stream.schedule(self.inference_visits(has_vision(batches)))?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
         self.run_forward(inputs, false, 0, on_block)
     }
@@ -128,13 +136,27 @@ impl Executor {
             .map(padding_is_on_the_right)
             .transpose()?
             .unwrap_or(false);
+        let has_vision = batch.has_vision();
+        let mut batch = batch.clone();
+        self.model.prepare(&mut batch)?;
         let to_device = |tensor: &Tensor| upload(tensor, self.options.device);
         let move_optional = |tensor: &Option<Tensor>| tensor.as_ref().map(to_device).transpose();
+        let move_patches = |patches: &Option<Patches>| -> Result<Option<Patches>> {
+            let Some(patches) = patches else { return Ok(None) };
+            let pixels = to_device(&patches.pixels)?;
+            Ok(Some(Patches { pixels, grids: patches.grids.clone() }))
+        };
+        let prepared = batch.prepared.iter();
+        let prepared = prepared.map(|(name, tensor)| Ok((name.to_owned(), to_device(tensor)?)));
         let batch = Batch {
             input_ids: to_device(&batch.input_ids)?,
             attention_mask: move_optional(&batch.attention_mask)?,
             labels: None,
             segments: move_optional(&batch.segments)?,
+            images: move_patches(&batch.images)?,
+            videos: move_patches(&batch.videos)?,
+            prepared: prepared.collect::<Result<_>>()?,
+            prepared_on_host: batch.prepared_on_host,
         };
         let empty = NamedTensors::new();
         let (mut context, state) = self.model.embed(&self.scope(None, &empty, None), &batch)?;
@@ -142,7 +164,7 @@ impl Executor {
             // Only padding sees padding then, and kernels that know causality need no mask matrix.
             context.attention.key_mask = None;
         }
-        Ok(PassInput { context, state })
+        Ok(PassInput { context, state, has_vision })
     }
 
     fn lowest_for(&self, inputs: &[PassInput]) -> Option<BlockIndex> {
@@ -150,9 +172,10 @@ impl Executor {
             let tensors = input.state.iter().chain(input.context.tensors.iter());
             tensors.into_iter().any(|(_, tensor)| tensor.requires_grad())
         };
+        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
         match inputs.iter().any(wanted) {
-            true => Some(BlockIndex(0)),
-            false => self.lowest_trainable_block(),
+            true => Some(BlockIndex(first)),
+            false => self.lowest_trainable_from(first),
         }
     }
 
@@ -172,20 +195,32 @@ impl Executor {
             }
             input.state.get(HIDDEN)?;
         }
-        let mut states: Vec<State> = inputs.iter().map(|input| input.state.clone()).collect();
+        let mut flow = Flow::new(inputs.iter().map(|input| input.state.clone()).collect())?;
+        let no_context = Context::default();
+        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
         let mut saved = Vec::new();
-        for block in (0..self.num_streamed).map(BlockIndex) {
+        for block in (first..self.num_streamed).map(BlockIndex) {
             let lease = self.lease(block)?;
+            let joined = self.is_tokenwise(block);
+            flow = flow.arrange(joined)?;
             // At the turn-around a block is still there when it is visited again: no need to recompute
             // it, as long as that takes no more memory than recomputing.
-            let turns = inputs.len() == 1 && lease.is_visited_next();
+            let turns = flow.len() == 1 && lease.is_visited_next();
             let holds_graph = turns || self.options.residency.graphs.contains(&block);
             let mut saved_here = Vec::new();
-            for (micro_batch, input) in inputs.iter().enumerate() {
-                let visit = Visit { block, lowest, micro_batch, step };
-                let state = std::mem::take(&mut states[micro_batch]);
+            for (micro_batch, input) in inputs.iter().enumerate().take(flow.len()) {
+                let visit = Visit { block, lowest, first, micro_batch, step };
+                if !joined && self.skips(block, input) {
+                    if visit.comes_again() {
+                        saved_here.push(Saved::Skipped);
+                    }
+                    continue;
+                }
+                let context = if joined { &no_context } else { &input.context };
+                let state = flow.take(micro_batch);
                 let state = if visit.comes_again() && holds_graph {
-                    let recorded = self.record(&visit, lease.tensors(), input, state)?;
+                    let recorded =
+                        self.record(&visit, lease.tensors(), context, &input.state, state)?;
                     let outputs = recorded.outputs()?;
                     saved_here.push(Saved::Graph(recorded));
                     outputs
@@ -195,22 +230,32 @@ impl Executor {
                     }
                     let seed = train.then(|| self.visit_seed(step, block, micro_batch));
                     let scope = self.scope(Some(block), lease.tensors(), seed);
-                    self.model.forward_block(block, &scope, &input.context, state)?
+                    self.model.forward_block(block, &scope, context, state)?
                 };
                 let own = |(name, tensor)| Ok((String::from(name), outlive(&lease, tensor)?));
-                states[micro_batch] = state.iter().map(own).collect::<Result<State>>()?;
-                on_block(block, micro_batch, &states[micro_batch])?;
+                flow.put(micro_batch, state.iter().map(own).collect::<Result<State>>()?);
             }
+            flow.each(|micro_batch, state| on_block(block, micro_batch, state))?;
             if !saved_here.is_empty() {
                 saved.push(saved_here);
             }
         }
-        Ok(Pass { inputs, saved, lowest, outputs: states })
+        Ok(Pass { inputs, saved, lowest, outputs: flow.into_states()? })
+    }
+
+    /// Whether a micro-batch does not pass through a block.
+    fn skips(&self, block: BlockIndex, input: &PassInput) -> bool {
+        block.0 < self.num_vision && !input.has_vision
     }
 
     pub(super) fn visit_seed(&self, step: u64, block: BlockIndex, micro_batch: usize) -> u64 {
         dropout_seed(self.options.seed, step, block.0 as u64, micro_batch as u64)
     }
+}
+
+/// Whether any of the micro-batches has pictures.
+pub(super) fn has_vision(batches: &[Batch]) -> bool {
+    batches.iter().any(Batch::has_vision)
 }
 
 /// What may be kept of `tensor` after the lease: in the slot it would turn into another block's bytes.

@@ -4,6 +4,7 @@
 //! lease, recompute with a graph, vector-Jacobian product, drop. It stops at the lowest trainable block.
 
 mod backward;
+mod flow;
 mod forward;
 mod gradients;
 mod loss;
@@ -12,7 +13,8 @@ mod record;
 mod residents;
 mod scope;
 
-use std::cell::Cell;
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -24,7 +26,7 @@ pub use options::{ExecutorOptions, Residency};
 pub use residents::Residents;
 pub use scope::BlockScope;
 
-use crate::adapter::{Adapter, lowest_trainable_block};
+use crate::adapter::Adapter;
 use crate::batch::Batch;
 use crate::block::{BlockIndex, Placement};
 use crate::device::CopyEngine;
@@ -33,6 +35,7 @@ use crate::family::Model;
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
 use crate::stream::{BlockStream, Readback, StreamOptions, StreamStats};
+use forward::has_vision;
 use loss::Targets;
 
 /// One model on one device: executes passes over it, forward and backward.
@@ -46,10 +49,14 @@ pub struct Executor {
     adapter: Option<Box<dyn Adapter>>,
     options: ExecutorOptions,
     num_streamed: usize,
+    /// Streamed blocks for pictures alone, which are the first ones.
+    num_vision: usize,
+    /// Per block, whether all micro-batches pass through it as one.
+    tokenwise: Vec<bool>,
     /// The head, when it is visited between forward and backward.
     streamed_head: Option<BlockIndex>,
-    /// Training steps whose visits are in the stream's itinerary.
-    num_scheduled_steps: Cell<usize>,
+    /// Training steps whose visits are in the stream's itinerary: whether each has pictures.
+    scheduled_steps: RefCell<VecDeque<bool>>,
 }
 
 /// Which optimizer step a pass belongs to.
@@ -59,6 +66,8 @@ pub struct StepOptions {
     pub step: u64,
     /// Whether a training step follows directly: its first blocks are then fetched during this one.
     pub another_follows: bool,
+    /// Whether that step has pictures.
+    pub next_has_vision: bool,
 }
 
 /// Loss of a step, on its way to the host.
@@ -131,9 +140,17 @@ impl Executor {
         let residents = Residents::load(&source, &engine, &options.residency, &options.stream)?;
         let stream_options = StreamOptions {
             kept: options.residency.kept.clone(),
+            unused: options.residency.unused.clone(),
             also_streamed: streamed_head.into_iter().collect(),
             ..options.stream.clone()
         };
+        let plans = model.weights()?.blocks;
+        let num_vision = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        if plans.iter().skip(num_vision).any(|plan| plan.only_with_vision) {
+            return Err(Error::usage(
+                "blocks for pictures alone must come before all others in the model's table",
+            ));
+        }
         let stream = BlockStream::new(source, engine, &stream_options)?;
         Ok(Self {
             model,
@@ -142,8 +159,10 @@ impl Executor {
             adapter,
             options,
             num_streamed,
+            num_vision,
+            tokenwise: plans.iter().map(|plan| plan.is_tokenwise).collect(),
             streamed_head,
-            num_scheduled_steps: Cell::new(0),
+            scheduled_steps: RefCell::default(),
         })
     }
 
@@ -175,7 +194,7 @@ impl Executor {
             return Err(Error::usage("nothing is trainable: the model has no adapter"));
         }
         let (targets, num_targets) = self.targets(batches)?;
-        self.schedule_training(options.another_follows)?;
+        self.schedule_training(has_vision(batches), options)?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
         let pass = self.run_forward(inputs, true, options.step, &mut |_, _, _| Ok(()))?;
         let mut losses = Vec::new();
@@ -189,7 +208,7 @@ impl Executor {
         }
         drop(head);
         self.run_backward(pass, grads, options.step, sink)?;
-        self.num_scheduled_steps.set(self.num_scheduled_steps.get() - 1);
+        self.scheduled_steps.borrow_mut().pop_front();
         let num_tokens = batches.iter().map(num_tokens).sum::<Result<usize>>()?;
         let mean = self.stream.read_back(&sum(losses)?)?;
         Ok(StepLoss { mean, num_targets, num_tokens })
@@ -296,19 +315,37 @@ impl Executor {
     /// The lowest block that backward visits when neither inputs nor contexts ask for gradients;
     /// `None` when nothing in a streamed block is trainable.
     pub fn lowest_trainable_block(&self) -> Option<BlockIndex> {
-        lowest_trainable_block(self.trainables()).filter(|block| block.0 < self.num_streamed)
+        self.lowest_trainable_from(0)
     }
 
-    /// Visits of one pass without gradients: every block forward, then the head if it streams.
-    pub fn inference_visits(&self) -> Vec<BlockIndex> {
-        (0..self.num_streamed).map(BlockIndex).chain(self.streamed_head).collect()
+    /// The same for a pass that begins at block `first`.
+    fn lowest_trainable_from(&self, first: usize) -> Option<BlockIndex> {
+        let used = self.trainables().iter().flat_map(|trainable| trainable.blocks.iter().copied());
+        used.filter(|block| (first..self.num_streamed).contains(&block.0)).min()
+    }
+
+    /// Visits of one pass without gradients: every block forward, those for pictures only when there are
+    /// any, then the head if it streams.
+    pub fn inference_visits(&self, has_vision: bool) -> Vec<BlockIndex> {
+        let blocks = self.first_block(has_vision)..self.num_streamed;
+        blocks.map(BlockIndex).chain(self.streamed_head).collect()
     }
 
     /// Visits of one training step: those of a pass, then back down to the lowest trainable block.
-    pub fn training_visits(&self) -> Vec<BlockIndex> {
-        let mut visits = self.inference_visits();
-        visits.extend(self.backward_visits(self.lowest_trainable_block()));
+    pub fn training_visits(&self, has_vision: bool) -> Vec<BlockIndex> {
+        let mut visits = self.inference_visits(has_vision);
         visits
+            .extend(self.backward_visits(self.lowest_trainable_from(self.first_block(has_vision))));
+        visits
+    }
+
+    /// The first block of a pass.
+    fn first_block(&self, has_vision: bool) -> usize {
+        if has_vision { 0 } else { self.num_vision }
+    }
+
+    fn is_tokenwise(&self, block: BlockIndex) -> bool {
+        self.tokenwise.get(block.0).copied().unwrap_or(false)
     }
 
     fn backward_visits(&self, lowest: Option<BlockIndex>) -> Vec<BlockIndex> {
@@ -316,14 +353,23 @@ impl Executor {
         (lowest..self.num_streamed).rev().map(BlockIndex).collect()
     }
 
-    fn schedule_training(&self, another_follows: bool) -> Result<()> {
-        if self.num_scheduled_steps.get() == 0 {
-            self.idle()?;
+    fn schedule_training(&self, has_vision: bool, options: StepOptions) -> Result<()> {
+        let mut scheduled = self.scheduled_steps.borrow_mut();
+        match scheduled.front() {
+            None => self.idle()?,
+            Some(announced) if *announced == has_vision => {}
+            Some(_) => {
+                return Err(Error::usage(
+                    "this step was announced otherwise: next_has_vision must say whether it has pictures",
+                ));
+            }
         }
-        let wanted = 1 + usize::from(another_follows);
-        while self.num_scheduled_steps.get() < wanted {
-            self.stream.schedule(self.training_visits())?;
-            self.num_scheduled_steps.set(self.num_scheduled_steps.get() + 1);
+        let next = options.another_follows.then_some(options.next_has_vision);
+        for (number, has_vision) in [Some(has_vision), next].into_iter().flatten().enumerate() {
+            if number == scheduled.len() {
+                self.stream.schedule(self.training_visits(has_vision))?;
+                scheduled.push_back(has_vision);
+            }
         }
         Ok(())
     }
@@ -335,7 +381,7 @@ impl Executor {
     /// After an error nothing of the itinerary is left, so that the next call starts clean.
     fn recover<T>(&self, outcome: Result<T>) -> Result<T> {
         if outcome.is_err() {
-            self.num_scheduled_steps.set(0);
+            self.scheduled_steps.borrow_mut().clear();
             self.stream.abandon()?;
         }
         outcome
@@ -358,6 +404,7 @@ impl Executor {
             compute_kind: self.options.compute_kind,
             device: self.options.device,
             attention: self.options.attention,
+            experts: self.options.experts,
         }
     }
 }

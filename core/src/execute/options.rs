@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tch::{Device, Kind};
 
 use crate::block::BlockIndex;
-use crate::numerics::AttentionKernel;
+use crate::numerics::{AttentionKernel, ExpertKernel};
 use crate::stream::StreamOptions;
 
 /// What stays on the device for the whole run, besides the resident blocks.
@@ -16,6 +16,9 @@ pub struct Residency {
     /// Kept blocks whose graph is held from forward to backward instead of being recomputed. Blocks below
     /// the lowest trainable one have no backward, and nothing of theirs is held.
     pub graphs: BTreeSet<BlockIndex>,
+    /// Streamed blocks that the run never visits, such as those for pictures in a run without any: no slot
+    /// is made for them.
+    pub unused: BTreeSet<BlockIndex>,
     /// Whether [`Placement::Gathered`](crate::block::Placement::Gathered) blocks stay in host memory.
     pub gather_from_host: bool,
     /// Whether the [`Placement::Head`](crate::block::Placement::Head) block is visited at the
@@ -32,6 +35,8 @@ pub struct ExecutorOptions {
     pub compute_kind: Kind,
     /// How attention is computed.
     pub attention: AttentionKernel,
+    /// How experts are computed.
+    pub experts: ExpertKernel,
     /// The streaming engine. Which blocks it keeps, and whether it streams the head, follows from
     /// `residency`.
     pub stream: StreamOptions,
@@ -44,12 +49,13 @@ pub struct ExecutorOptions {
 }
 
 impl ExecutorOptions {
-    /// Fused attention, three slots, 128 MiB of logits.
+    /// Fused attention, grouped experts, three slots, 128 MiB of logits.
     pub fn new(device: Device, compute_kind: Kind) -> Self {
         Self {
             device,
             compute_kind,
             attention: AttentionKernel::Fused,
+            experts: ExpertKernel::Auto,
             stream: StreamOptions::default(),
             residency: Residency::default(),
             loss_chunk_bytes: 128 << 20,

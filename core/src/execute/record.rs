@@ -2,8 +2,8 @@
 
 use tch::Tensor;
 
+use super::Executor;
 use super::gradients::GradientSink;
-use super::{Executor, PassInput};
 use crate::block::BlockIndex;
 use crate::context::Context;
 use crate::device::grad;
@@ -15,6 +15,8 @@ pub(super) struct Visit {
     pub(super) block: BlockIndex,
     /// The lowest block that backward visits.
     pub(super) lowest: Option<BlockIndex>,
+    /// The first block of the pass.
+    pub(super) first: usize,
     pub(super) micro_batch: usize,
     pub(super) step: u64,
 }
@@ -46,12 +48,14 @@ pub(super) struct Recorded {
 }
 
 impl Executor {
-    /// Runs a block with a graph over leaves of its own.
+    /// Runs a block with a graph over leaves of its own. `first_state` tells which tensors of the first
+    /// block's input require gradients.
     pub(super) fn record(
         &self,
         visit: &Visit,
         tensors: &NamedTensors,
-        input: &PassInput,
+        context: &Context,
+        first_state: &State,
         state: State,
     ) -> Result<Recorded> {
         let mut leaves = Vec::new();
@@ -59,7 +63,8 @@ impl Executor {
         for (name, tensor) in state.iter() {
             let wanted = match visit.is_lowest() {
                 true => {
-                    visit.block.0 == 0 && input.state.find(name).is_some_and(Tensor::requires_grad)
+                    visit.block.0 == visit.first
+                        && first_state.find(name).is_some_and(Tensor::requires_grad)
                 }
                 false => tensor.is_floating_point(),
             };
@@ -70,7 +75,7 @@ impl Executor {
             leaf_state.insert(name, leaf);
         }
         drop(state);
-        let leaf_context = leaf_context(&input.context, &mut leaves)?;
+        let leaf_context = leaf_context(context, &mut leaves)?;
         for (index, trainable) in self.trainables().iter().enumerate() {
             if trainable.blocks.contains(&visit.block) {
                 leaves.push((Purpose::Trainable(index), trainable.tensor.shallow_clone()));

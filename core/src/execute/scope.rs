@@ -1,5 +1,7 @@
 //! The scope that the executor hands to a family while a block is on the device.
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor};
 
 use crate::adapter::{Adapter, AdapterCall};
@@ -7,8 +9,10 @@ use crate::block::BlockIndex;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::execute::Residents;
-use crate::numerics::{self, AttentionKernel};
-use crate::scope::{AttentionOptions, Scope};
+use crate::numerics::{
+    self, AttentionKernel, ExpertCall, ExpertKernel, ExpertStack, ExpertWeight, Mxfp4,
+};
+use crate::scope::{AttentionOptions, ExpertShape, Routing, Scope};
 use crate::state::NamedTensors;
 
 /// One block on the device, with the residents behind it, as a family's forward sees it.
@@ -35,12 +39,13 @@ pub struct BlockScope<'a> {
     pub device: Device,
     /// How attention is computed.
     pub attention: AttentionKernel,
+    /// How experts are computed.
+    pub experts: ExpertKernel,
 }
 
 impl BlockScope<'_> {
     fn find(&self, name: &str) -> Result<&Tensor> {
-        let found = self.tensors.find(name).or_else(|| self.residents.tensors.find(name));
-        found.ok_or_else(|| {
+        self.optional(name).ok_or_else(|| {
             if self.residents.gathered.find(name).is_some() {
                 let message = "lies in host memory, from which rows are gathered and nothing else: only \
                                Scope::embedding may ask for it there; give its block another placement \
@@ -82,6 +87,40 @@ impl BlockScope<'_> {
         }
     }
 
+    /// A tensor of the block or of the residents, if there is one.
+    fn optional(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.find(name).or_else(|| self.residents.tensors.find(name))
+    }
+
+    /// The stack of matrices called `name`, of these experts of the layer, with its bias and adapter.
+    fn stack(&self, name: &str, experts: &Range<usize>) -> Result<ExpertStack<'_>> {
+        let [blocks, scales, bias] =
+            ["blocks", "scales", "bias"].map(|part| format!("{name}_{part}"));
+        let (weight, stored) = match self.optional(&blocks) {
+            Some(codes) => {
+                let scales = self.find(&scales)?.shallow_clone();
+                let packed =
+                    Mxfp4::new(codes.shallow_clone(), scales).map_err(|error| match error {
+                        Error::Tensor { tensor, message } => {
+                            self.placed(Error::tensor(format!("{name}_{tensor}"), message))
+                        }
+                        other => other,
+                    })?;
+                (ExpertWeight::Packed(packed), &*blocks)
+            }
+            None => (ExpertWeight::Dense(self.find(name)?), name),
+        };
+        let bias = self.optional(&bias).map(|bias| self.cast(bias)).transpose()?;
+        let factors = match (self.adapter, self.holder(stored)) {
+            (Some(adapter), Some(block)) => {
+                let call = AdapterCall { block, site: name, dropout_seed: self.dropout_seed };
+                adapter.expert_factors(call, experts.clone(), self.compute_kind)?
+            }
+            _ => None,
+        };
+        Ok(ExpertStack { weight, bias, factors })
+    }
+
     fn placed(&self, error: Error) -> Error {
         error.in_block(self.block_name)
     }
@@ -99,8 +138,7 @@ impl Scope for BlockScope<'_> {
             );
             return Err(self.placed(Error::tensor(name, message)));
         }
-        let bias = format!("{site}.bias");
-        let bias = self.tensors.find(&bias).or_else(|| self.residents.tensors.find(&bias));
+        let bias = self.optional(&format!("{site}.bias"));
         let bias = bias.map(|bias| self.cast(bias)).transpose()?;
         let output = x.f_linear(&self.cast(weight)?, bias)?;
         let (Some(adapter), Some(block)) = (self.adapter, self.holder(&name)) else {
@@ -136,17 +174,43 @@ impl Scope for BlockScope<'_> {
         key: &Tensor,
         value: &Tensor,
         context: &Context,
-        options: &AttentionOptions,
+        options: &AttentionOptions<'_>,
     ) -> Result<Tensor> {
         let pattern = &context.attention;
-        numerics::attention(self.attention, query, key, value, pattern, options.scale).map_err(
-            |error| match error {
+        numerics::attention(self.attention, query, key, value, pattern, options).map_err(|error| {
+            match error {
                 Error::Tensor { tensor, message } => {
                     self.placed(Error::tensor(format!("{site}: {tensor}"), message))
                 }
                 other => other,
-            },
-        )
+            }
+        })
+    }
+
+    fn experts(
+        &self,
+        site: &str,
+        x: &Tensor,
+        routing: &Routing,
+        shape: &ExpertShape,
+        sum: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let names = ["gate_up_proj", "down_proj"].map(|name| format!("{site}.{name}"));
+        let [gate_up, down] = &names;
+        let call = ExpertCall {
+            x,
+            routing,
+            shape,
+            gate_up: self.stack(gate_up, &shape.experts)?,
+            down: self.stack(down, &shape.experts)?,
+            sum,
+        };
+        numerics::experts(self.experts, &call).map_err(|error| match error {
+            Error::Tensor { tensor, message } => {
+                self.placed(Error::tensor(format!("{site}.{tensor}"), message))
+            }
+            other => other,
+        })
     }
 
     fn compute_kind(&self) -> Kind {
@@ -164,6 +228,7 @@ mod tests {
 
     use super::*;
     use crate::adapter::Trainable;
+    use crate::scope::{ExpertActivation, GateUp};
 
     fn wave(shape: &[i64], kind: Kind) -> Tensor {
         let count = shape.iter().product::<i64>();
@@ -182,6 +247,7 @@ mod tests {
             compute_kind: Kind::Float,
             device: Device::Cpu,
             attention: AttentionKernel::Eager,
+            experts: ExpertKernel::Loop,
         }
     }
 
@@ -288,6 +354,150 @@ mod tests {
             for part in ["'layers.3'", tensor, why] {
                 assert!(text.contains(part), "{text}");
             }
+        }
+    }
+
+    #[test]
+    fn attention_takes_window_and_sinks_and_errors_name_block_and_site() {
+        let (tensors, residents) = (tensors(), Residents::default());
+        let scope = scope(&tensors, &residents);
+        let x = wave(&[1, 2, 5, 4], Kind::Float);
+        let context = Context::default();
+        let sinks = wave(&[2], Kind::Float);
+        let attend = |options: &AttentionOptions<'_>| {
+            scope.attention("self_attn", &x, &x, &x, &context, options)
+        };
+        let plain = AttentionOptions::new(0.5);
+        let outputs = [plain, plain.window(Some(2)), plain.sinks(&sinks)]
+            .map(|options| attend(&options).unwrap());
+        for (a, b) in [(0, 1), (0, 2), (1, 2)] {
+            assert!(!outputs[a].allclose(&outputs[b], 1e-3, 1e-3, false));
+        }
+        let text = attend(&plain.sinks(&wave(&[3], Kind::Float))).unwrap_err().to_string();
+        for part in ["'layers.3'", "'self_attn: sinks'", "[3]"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+
+    #[test]
+    fn experts_find_their_weights_and_errors_name_block_and_tensor() {
+        let tensors = NamedTensors::new()
+            .with("mlp.experts.gate_up_proj", wave(&[2, 6, 4], Kind::BFloat16))
+            .with("mlp.experts.down_proj", wave(&[2, 4, 3], Kind::BFloat16))
+            .with("bad.gate_up_proj", wave(&[2, 6, 5], Kind::BFloat16))
+            .with("bad.down_proj", wave(&[2, 4, 3], Kind::BFloat16));
+        let residents = Residents::default();
+        let scope = scope(&tensors, &residents);
+        let x = wave(&[3, 4], Kind::Float);
+        let routing = Routing {
+            experts: Tensor::from_slice(&[1_i64, 0, 1]).view([3, 1]),
+            weights: Tensor::from_slice(&[2.0_f32, 1.0, 0.5]).view([3, 1]),
+        };
+        let shape = ExpertShape {
+            experts: 0..2,
+            gate_up: GateUp::Concatenated,
+            activation: ExpertActivation::Silu,
+        };
+        let output = scope.experts("mlp.experts", &x, &routing, &shape, None).unwrap();
+        let matrix = |name: &str| {
+            tensors.get(&format!("mlp.experts.{name}")).unwrap().get(1).to_kind(Kind::Float)
+        };
+        let fused = x.get(0).unsqueeze(0).matmul(&matrix("gate_up_proj").tr());
+        let inner = fused.narrow(1, 0, 3).silu() * fused.narrow(1, 3, 3);
+        let wanted = inner.matmul(&matrix("down_proj").tr()) * 2.0;
+        assert!(output.narrow(0, 0, 1).allclose(&wanted, 1e-5, 1e-6, false));
+
+        for (site, tensor, why) in
+            [("bad", "'bad.gate_up_proj'", "[2, 6, 5]"), ("none", "'none.gate_up_proj'", "nor a")]
+        {
+            let result = scope.experts(site, &x, &routing, &shape, None);
+            let text = result.unwrap_err().to_string();
+            for part in ["'layers.3'", tensor, why] {
+                assert!(text.contains(part), "{text}");
+            }
+        }
+    }
+
+    /// Answers with factors of zeros, and tells what it was asked.
+    #[derive(Debug)]
+    struct Factors;
+    impl Adapter for Factors {
+        fn trainables(&self) -> &[Trainable] {
+            &[]
+        }
+        fn linear(&self, _: AdapterCall<'_>, _: &Tensor, output: Tensor) -> Result<Tensor> {
+            Ok(output)
+        }
+        fn expert_factors(
+            &self,
+            call: AdapterCall<'_>,
+            experts: Range<usize>,
+            kind: Kind,
+        ) -> Result<Option<numerics::LowRankFactors>> {
+            assert_eq!((call.block, experts), (BlockIndex(3), 0..2));
+            let [outer, inner] = match call.site {
+                "mlp.experts.gate_up_proj" => [64, 32],
+                "mlp.experts.down_proj" => [32, 32],
+                other => panic!("{other}"),
+            };
+            let zeros = |size: [i64; 3]| Tensor::zeros(size, (kind, Device::Cpu));
+            let (a, b) = (zeros([2, 1, inner]), zeros([2, outer, 1]));
+            Ok(Some(numerics::LowRankFactors { a, b, scaling: 1.0 }))
+        }
+        fn export(&self, _: &Path, _: &str) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn packed_experts_and_biases_are_found_by_name_and_adapted_under_the_name_unpacked() {
+        let residents = Residents::default();
+        let pack = |size: [i64; 3]| Mxfp4::pack(&wave(&size, Kind::Float)).unwrap();
+        let (gate_up, down) = (pack([2, 64, 32]), pack([2, 32, 32]));
+        let biases = [wave(&[2, 64], Kind::BFloat16), wave(&[2, 32], Kind::BFloat16) + 1.0];
+        let with_biases = || {
+            let [of_gate_up, of_down] = &biases;
+            NamedTensors::new()
+                .with("mlp.experts.gate_up_proj_bias", of_gate_up.shallow_clone())
+                .with("mlp.experts.down_proj_bias", of_down.shallow_clone())
+        };
+        let packed = with_biases()
+            .with("mlp.experts.gate_up_proj_blocks", gate_up.blocks().shallow_clone())
+            .with("mlp.experts.gate_up_proj_scales", gate_up.scales().shallow_clone())
+            .with("mlp.experts.down_proj_blocks", down.blocks().shallow_clone())
+            .with("mlp.experts.down_proj_scales", down.scales().shallow_clone());
+        let dense = with_biases()
+            .with("mlp.experts.gate_up_proj", gate_up.unpack(Kind::BFloat16).unwrap())
+            .with("mlp.experts.down_proj", down.unpack(Kind::BFloat16).unwrap());
+        let x = wave(&[3, 32], Kind::Float);
+        let routing = Routing {
+            experts: Tensor::from_slice(&[1_i64, 0, 1]).view([3, 1]),
+            weights: Tensor::from_slice(&[2.0_f32, 1.0, 0.5]).view([3, 1]),
+        };
+        let shape = ExpertShape {
+            experts: 0..2,
+            gate_up: GateUp::Interleaved,
+            activation: ExpertActivation::ClampedSwiglu { alpha: 1.702, limit: 7.0 },
+        };
+        let run = |tensors: &NamedTensors| {
+            let scope = BlockScope { adapter: Some(&Factors), ..scope(tensors, &residents) };
+            scope.experts("mlp.experts", &x, &routing, &shape, None)
+        };
+        let output = run(&packed).unwrap();
+        assert_eq!(output, run(&dense).unwrap());
+        let without = BlockScope { adapter: None, ..scope(&dense, &residents) };
+        assert_eq!(output, without.experts("mlp.experts", &x, &routing, &shape, None).unwrap());
+
+        let bad = NamedTensors::new()
+            .with("mlp.experts.gate_up_proj_blocks", gate_up.blocks().shallow_clone());
+        let error = run(&bad).unwrap_err().to_string();
+        for part in ["'layers.3'", "'mlp.experts.gate_up_proj_scales'", "nor a"] {
+            assert!(error.contains(part), "{error}");
+        }
+        let bad = bad.with("mlp.experts.gate_up_proj_scales", gate_up.scales().narrow(1, 0, 3));
+        let error = run(&bad).unwrap_err().to_string();
+        for part in ["'layers.3'", "'mlp.experts.gate_up_proj_scales'", "[2, 3, 1]"] {
+            assert!(error.contains(part), "{error}");
         }
     }
 }

@@ -14,10 +14,15 @@ use crate::error::{Error, Result};
 /// # Errors
 /// [`Error::Torch`] when libtorch refuses.
 pub fn inverse_frequencies(rope_theta: f64, rotary_dim: usize) -> Result<Vec<f32>> {
+    Ok(inverses(rope_theta, rotary_dim)?.into_iter().map(f32::recip).collect())
+}
+
+/// `rope_theta^(2j / rotary_dim)`, fp32.
+pub(super) fn inverses(rope_theta: f64, rotary_dim: usize) -> Result<Vec<f32>> {
     let exponents: Vec<f32> =
         (0..rotary_dim).step_by(2).map(|index| index as f32 / rotary_dim as f32).collect();
     let powers = Tensor::f_pow_scalar(rope_theta, &Tensor::f_from_slice(&exponents)?)?;
-    Ok(Vec::try_from(&powers.f_reciprocal()?)?)
+    Ok(Vec::try_from(&powers)?)
 }
 
 /// Which axis (0 time, 1 height, 2 width) each frequency of interleaved M-RoPE follows: height takes
@@ -68,7 +73,8 @@ pub fn text_positions(batch: &Batch) -> Result<Tensor> {
 /// Tables of cosines and sines for [`apply_rotary`], each `[batch, sequence, 1, 2 * num_frequencies]` in
 /// `kind`: frequency `j` turns by `positions[axes[j]] * inverse_frequencies[j]`, and the second half repeats
 /// the first, but that the first half of the sines is negative: the sign is here once instead of in every
-/// block. Angles, cosines and sines are fp32 and rounded once.
+/// block. Angles, cosines and sines are fp32, multiplied by `attention_factor` (1 but for scaled embeddings,
+/// [`Yarn::attention_factor`](super::Yarn::attention_factor)) and rounded once.
 ///
 /// `positions` is `[num_axes, batch, sequence]`, Int64; `axes` has one entry per frequency.
 ///
@@ -78,6 +84,7 @@ pub fn rotary_tables(
     inverse_frequencies: &[f32],
     axes: &[i64],
     positions: &Tensor,
+    attention_factor: f64,
     kind: Kind,
 ) -> Result<(Tensor, Tensor)> {
     let device = positions.device();
@@ -85,7 +92,8 @@ pub fn rotary_tables(
     let frequencies = upload(&Tensor::f_from_slice(inverse_frequencies)?, device)?;
     let positions = positions.f_index_select(0, &axes)?.f_permute([1, 2, 0])?;
     let angles = positions.f_to_kind(Kind::Float)?.f_mul(&frequencies)?;
-    let (cos, sin) = (angles.f_cos()?.f_to_kind(kind)?, angles.f_sin()?.f_to_kind(kind)?);
+    let rounded = |table: Tensor| table.f_mul_scalar(attention_factor)?.f_to_kind(kind);
+    let (cos, sin) = (rounded(angles.f_cos()?)?, rounded(angles.f_sin()?)?);
     let cos = Tensor::f_cat(&[&cos, &cos], -1)?;
     let sin = Tensor::f_cat(&[&sin.f_neg()?, &sin], -1)?;
     Ok((cos.f_unsqueeze(2)?, sin.f_unsqueeze(2)?))
@@ -129,7 +137,8 @@ mod tests {
         let frequencies = inverse_frequencies(100.0, 6).unwrap();
         // [axis, batch 1, sequence 2]
         let positions = Tensor::from_slice(&[1_i64, 2, 30, 40, 500, 600]).view([3, 1, 2]);
-        let (cos, sin) = rotary_tables(&frequencies, &[0, 1, 2], &positions, Kind::Float).unwrap();
+        let (cos, sin) =
+            rotary_tables(&frequencies, &[0, 1, 2], &positions, 1.0, Kind::Float).unwrap();
         assert_eq!(cos.size(), [1, 2, 1, 6]);
         for (token, axes) in [[1.0, 30.0, 500.0], [2.0, 40.0, 600.0]].into_iter().enumerate() {
             for entry in 0..6 {
@@ -143,11 +152,30 @@ mod tests {
     }
 
     #[test]
+    fn the_attention_factor_scales_before_the_rounding() {
+        let frequencies = inverse_frequencies(10_000.0, 64).unwrap();
+        let positions = Tensor::arange(50, (Kind::Int64, Device::Cpu)).view([1, 1, 50]);
+        let tables = |factor, kind| {
+            let (cos, sin) =
+                rotary_tables(&frequencies, &[0; 32], &positions, factor, kind).unwrap();
+            Tensor::cat(&[cos, sin], -1)
+        };
+        let factor = 1.346_573_590_279_972_7;
+        let exact = tables(1.0, Kind::Float) * factor;
+        assert!(tables(factor, Kind::Float).equal(&exact));
+        let rounded_twice = tables(1.0, Kind::BFloat16) * factor;
+        let found = tables(factor, Kind::BFloat16);
+        assert!(found.equal(&exact.to_kind(Kind::BFloat16)));
+        assert!(!found.equal(&rounded_twice));
+    }
+
+    #[test]
     fn turning_depends_on_the_distance_alone() {
         let frequencies = inverse_frequencies(10_000.0, 8).unwrap();
         let turn = |vector: &Tensor, position: i64| {
             let position = Tensor::from_slice(&[position]).view([1, 1, 1]);
-            let (cos, sin) = rotary_tables(&frequencies, &[0; 4], &position, Kind::Float).unwrap();
+            let (cos, sin) =
+                rotary_tables(&frequencies, &[0; 4], &position, 1.0, Kind::Float).unwrap();
             apply_rotary(&vector.view([1, 1, 1, 8]), &cos, &sin).unwrap()
         };
         let query = (Tensor::arange(8, (Kind::Float, Device::Cpu)) * 1.3).sin();
@@ -161,7 +189,8 @@ mod tests {
     fn halves_are_swapped_and_the_new_first_one_is_negated() {
         let frequencies = inverse_frequencies(10_000.0, 4).unwrap();
         let position = Tensor::from_slice(&[3_i64]).view([1, 1, 1]);
-        let (cos, sin) = rotary_tables(&frequencies, &[0; 2], &position, Kind::Double).unwrap();
+        let (cos, sin) =
+            rotary_tables(&frequencies, &[0; 2], &position, 1.0, Kind::Double).unwrap();
         let x = Tensor::from_slice(&[1.0_f64, 2.0, 3.0, 4.0]).view([1, 1, 1, 4]);
         let turned = Vec::<f64>::try_from(apply_rotary(&x, &cos, &sin).unwrap().view([4])).unwrap();
         let angle = [3.0_f64, 0.03];

@@ -43,6 +43,9 @@ impl Plan {
         {
             return Err(Error::usage("a plan needs the bytes and the work of every block"));
         }
+        if request.first_block > request.num_streamed() {
+            return Err(Error::usage("a pass begins at a streamed block"));
+        }
         let planner = Planner { request, num_streamed: request.num_streamed() };
         let mut shortages = Vec::new();
         // Every streamed block and the head have one then.
@@ -127,6 +130,7 @@ impl Planner<'_> {
     fn itinerary<'a>(&self, shape: Shape, kept: &'a BTreeSet<BlockIndex>) -> Itinerary<'a> {
         Itinerary {
             num_streamed: self.num_streamed,
+            first_block: self.request.first_block,
             head: self.request.of_placement(Placement::Head).next().filter(|_| shape.stream_head),
             kept,
             num_slots: shape.num_slots,
@@ -178,17 +182,19 @@ impl Planner<'_> {
             let block = BlockIndex(index);
             let moving = fetches.iter().find(|(moving, _)| *moving == block);
             let gathered = spec.placement == Placement::Gathered && shape.gather_from_host;
+            let is_used = index >= self.request.first_block || !spec.placement.is_streamed();
             PlannedBlock {
                 name: spec.name.clone(),
                 placement: spec.placement,
                 tier: match moving {
                     _ if gathered || ram.contains(&block) => Tier::Ram,
-                    Some(_) => Tier::Disk,
-                    None => Tier::Device,
+                    None if is_used => Tier::Device,
+                    _ => Tier::Disk,
                 },
                 image_bytes: spec.image_bytes as u64,
                 fetches: moving.map_or(0, |(_, fetches)| fetches.later),
                 holds_graph: graphs.contains(&block),
+                is_used,
             }
         };
         Ok(Plan {
@@ -215,7 +221,8 @@ impl Planner<'_> {
                 false => Err(Shortage::Device(device)),
             }
         };
-        let all: BTreeSet<BlockIndex> = (0..self.num_streamed).map(BlockIndex).collect();
+        let first = self.request.first_block;
+        let all: BTreeSet<BlockIndex> = (first..self.num_streamed).map(BlockIndex).collect();
         let mut kept = BTreeSet::new();
         match self.request.only {
             Some(Tier::Device) => return fits(&all).map(|()| all),
@@ -227,10 +234,10 @@ impl Planner<'_> {
         // Blocks that are visited twice save twice their size, those below the lowest once.
         let lowest = match self.request.pass {
             Pass::Training { lowest } => lowest.map_or(self.num_streamed, |lowest| lowest.0),
-            Pass::Inference => 0,
+            Pass::Inference => first,
         };
         let adapted = (lowest..self.num_streamed).rev();
-        for block in adapted.chain((0..lowest).rev()).map(BlockIndex) {
+        for block in adapted.chain((first..lowest).rev()).map(BlockIndex) {
             kept.insert(block);
             if fits(&kept).is_err() {
                 kept.remove(&block);
@@ -241,7 +248,7 @@ impl Planner<'_> {
         let (adapted, frozen) = kept.iter().partition(|block| block.0 >= lowest);
         let (adapted, frozen): (Vec<BlockIndex>, Vec<BlockIndex>) = (adapted, frozen);
         let spread: BTreeSet<BlockIndex> = evenly(lowest..self.num_streamed, adapted.len())
-            .chain(evenly(0..lowest, frozen.len()))
+            .chain(evenly(first..lowest, frozen.len()))
             .map(BlockIndex)
             .collect();
         let moved = |kept: &BTreeSet<BlockIndex>| {
@@ -306,7 +313,7 @@ impl Planner<'_> {
     ) -> BTreeSet<BlockIndex> {
         let mut graphs = BTreeSet::new();
         let Pass::Training { lowest: Some(lowest) } = self.request.pass else { return graphs };
-        if kept.len() < self.num_streamed {
+        if kept.len() < self.num_streamed - self.request.first_block {
             return graphs;
         }
         for block in (lowest.0..self.num_streamed).rev() {

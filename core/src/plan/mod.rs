@@ -42,6 +42,8 @@ pub enum Tier {
 pub struct PlanRequest<'a> {
     /// The blocks of the source, streamed ones first.
     pub blocks: &'a [BlockSpec],
+    /// The first block of a pass: streamed ones before it are not visited.
+    pub first_block: usize,
     /// What one fetch of each block from its files moves. From pinned memory the image crosses the link.
     pub fetch_from_disk: &'a [Traffic],
     /// What is run.
@@ -79,6 +81,8 @@ pub struct PlannedBlock {
     pub fetches: usize,
     /// Whether its graph is held from forward to backward.
     pub holds_graph: bool,
+    /// Whether the run has any use for it.
+    pub is_used: bool,
 }
 
 /// Device memory of a [`Plan`].
@@ -165,8 +169,11 @@ impl Plan {
             blocks.filter(|(_, block)| wanted(block)).map(|(index, _)| BlockIndex(index)).collect()
         };
         Residency {
-            kept: chosen(&|block| block.placement.is_streamed() && block.tier == Tier::Device),
+            kept: chosen(&|block| {
+                block.placement.is_streamed() && block.is_used && block.tier == Tier::Device
+            }),
             graphs: chosen(&|block| block.holds_graph),
+            unused: chosen(&|block| block.placement.is_streamed() && !block.is_used),
             gather_from_host: self.gather_from_host,
             stream_head: self.stream_head,
         }

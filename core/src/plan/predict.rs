@@ -101,8 +101,12 @@ pub(super) struct Computed {
 /// Uses of a block's weights in one pass: forward, recompute unless the graph is held, and the gradient
 /// of the input. Frozen weights have none of their own.
 fn num_uses(request: &PlanRequest<'_>, block: BlockIndex, holds_graph: bool) -> f64 {
+    let placement = request.blocks[block.0].placement;
+    if placement.is_streamed() && block.0 < request.first_block {
+        return 0.0;
+    }
     let Pass::Training { lowest } = request.pass else { return 1.0 };
-    match request.blocks[block.0].placement {
+    match placement {
         Placement::Streamed if lowest.is_none_or(|lowest| block < lowest) => 1.0,
         Placement::Streamed if holds_graph => 2.0,
         Placement::Streamed => 3.0,

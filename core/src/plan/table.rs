@@ -34,7 +34,8 @@ impl Plan {
     /// Blocks that are treated alike: `layers.0 … layers.17: disk`, or, with others between them,
     /// `12 of layers.0 … layers.17: disk`.
     fn groups(&self) -> Vec<String> {
-        let kind = |block: &PlannedBlock| (block.tier, block.placement, block.holds_graph);
+        let kind =
+            |block: &PlannedBlock| (block.is_used, block.tier, block.placement, block.holds_graph);
         let mut groups: Vec<Vec<usize>> = Vec::new();
         for (index, block) in self.blocks.iter().enumerate() {
             match groups.iter_mut().find(|group| kind(&self.blocks[group[0]]) == kind(block)) {
@@ -51,6 +52,7 @@ impl Plan {
                 length => format!("{length} of {names}"),
             };
             let place = match (self.blocks[first].tier, self.blocks[first].holds_graph) {
+                _ if !self.blocks[first].is_used => "not used",
                 (Tier::Device, true) => "device, graphs held",
                 (Tier::Device, false) => "device",
                 (Tier::Ram, _) => "host memory",

@@ -40,6 +40,7 @@ struct Case {
     pass: Pass,
     only: Option<Tier>,
     slot_budget: Option<u64>,
+    first_block: usize,
 }
 
 const TRAINS: Case = Case {
@@ -50,7 +51,26 @@ const TRAINS: Case = Case {
     pass: Pass::Training { lowest: Some(BlockIndex(4)) },
     only: None,
     slot_budget: None,
+    first_block: 0,
 };
+
+#[test]
+fn blocks_that_no_pass_visits_are_neither_kept_nor_moved_nor_waited_for() {
+    let blocks = model(&[10, 10, 10, 10, 10, 10], 0, 0);
+    for device in [22, 42, 62, 200] {
+        let case = Case { device, host: 20, ..TRAINS };
+        let from_third = plan(&blocks, Case { first_block: 2, ..case }).unwrap();
+        let short = Case { pass: Pass::Training { lowest: Some(BlockIndex(2)) }, ..case };
+        let without = plan(&blocks[2..], short).unwrap();
+        assert_eq!(from_third.later, without.later, "{device}");
+        assert_eq!(from_third.device, without.device, "{device}");
+        assert_eq!(tiers(&from_third)[2..], tiers(&without), "{device}");
+        assert!(from_third.to_string().contains("layers.0 … layers.1: not used"));
+        assert!(from_third.residency().kept.iter().all(|block| block.0 >= 2));
+        assert!(from_third.prediction.seconds <= plan(&blocks, case).unwrap().prediction.seconds);
+    }
+    assert!(plan(&blocks, Case { first_block: 7, ..TRAINS }).is_err());
+}
 
 fn plan(blocks: &[BlockSpec], case: Case) -> Result<Plan> {
     let demand = Demand {
@@ -65,6 +85,7 @@ fn plan(blocks: &[BlockSpec], case: Case) -> Result<Plan> {
         link_bytes: block.image_bytes as u64 - 5,
     };
     Plan::new(&PlanRequest {
+        first_block: case.first_block,
         blocks,
         fetch_from_disk: &blocks.iter().map(fetch).collect::<Vec<_>>(),
         pass: case.pass,
@@ -313,6 +334,10 @@ fn laptop(num_layers: usize, hidden: usize, inner: usize, query: usize) -> Plan 
     blocks.push(pack(Placement::Head, &table));
     let pass = Pass::Training { lowest: Some(BlockIndex(num_layers / 2)) };
     let workload = Workload {
+        num_vision_blocks: 0,
+        patches: 0,
+        num_experts: 0,
+        top_k: 0,
         tokens: 128,
         num_micro_batches: 1,
         hidden_size: hidden,
@@ -328,6 +353,7 @@ fn laptop(num_layers: usize, hidden: usize, inner: usize, query: usize) -> Plan 
     };
     let staging_bytes = 128 << 20;
     Plan::new(&PlanRequest {
+        first_block: 0,
         blocks: &blocks,
         fetch_from_disk: &blocks.iter().map(fetch).collect::<Vec<_>>(),
         pass,

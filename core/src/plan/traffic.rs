@@ -93,6 +93,8 @@ pub struct Fetches {
 pub struct Itinerary<'a> {
     /// Streamed blocks of the model; they are the first in its list.
     pub num_streamed: usize,
+    /// The first block of a pass: those before it are not visited.
+    pub first_block: usize,
     /// A block that is visited once per pass, after the last streamed one.
     pub head: Option<BlockIndex>,
     /// Blocks that stay on the device and take no slot.
@@ -106,7 +108,7 @@ pub struct Itinerary<'a> {
 impl Itinerary<'_> {
     /// Every block that passes through the slots, in the order of a forward pass, with its fetches.
     pub fn fetches(&self) -> Vec<(BlockIndex, Fetches)> {
-        let moving: Vec<BlockIndex> = (0..self.num_streamed)
+        let moving: Vec<BlockIndex> = (self.first_block..self.num_streamed)
             .map(BlockIndex)
             .filter(|block| !self.kept.contains(block))
             .chain(self.head)
@@ -174,7 +176,7 @@ mod tests {
         num_blocks: usize,
         num_passes: usize,
     ) -> Vec<Vec<usize>> {
-        let forward: Vec<usize> = (0..itinerary.num_streamed).collect();
+        let forward: Vec<usize> = (itinerary.first_block..itinerary.num_streamed).collect();
         let mut visits = forward.clone();
         visits.extend(itinerary.head.map(|head| head.0));
         if let Pass::Training { lowest: Some(lowest) } = itinerary.pass {
@@ -247,7 +249,13 @@ mod tests {
                     let heads = [None, Some(BlockIndex(num_streamed + 1))];
                     heads.into_iter().flat_map(move |head| (1..=8).map(move |n| (pass, head, n)))
                 }) {
-                    let itinerary = Itinerary { num_streamed, head, kept, num_slots, pass };
+                    // A block that is not visited is trained in no pass.
+                    let first_block = match pass {
+                        Pass::Training { lowest: Some(lowest) } => num_slots % 3 * lowest.0 / 2,
+                        _ => num_slots % (num_streamed + 1),
+                    };
+                    let itinerary =
+                        Itinerary { num_streamed, first_block, head, kept, num_slots, pass };
                     let simulated = simulate(&itinerary, num_streamed + 2, 5);
                     for (block, fetches) in itinerary.fetches() {
                         let found: Vec<_> = simulated.iter().map(|pass| pass[block.0]).collect();
@@ -274,6 +282,7 @@ mod tests {
         let kept = BTreeSet::from([BlockIndex(1)]);
         let itinerary = Itinerary {
             num_streamed: 5,
+            first_block: 0,
             head: Some(BlockIndex(6)),
             kept: &kept,
             num_slots: 2,

@@ -16,10 +16,11 @@ use crate::batch::Batch;
 use crate::block::BlockIndex;
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::family::{ChatFormat, FamilySize, Model, ModelDimensions, ModelFamily};
+use crate::family::{ChatFormat, FamilySize, Model, ModelDimensions, ModelFamily, ModelOptions};
 use crate::scope::Scope;
 use crate::site::Site;
 use crate::state::State;
+use crate::vision::{Media, VisionFormat};
 use crate::weights::WeightTable;
 
 /// Runs `call` and turns a panic into [`Error::PluginPanic`].
@@ -82,8 +83,8 @@ impl ModelFamily for GuardedFamily {
         guarded(&self.name, "sizes", || self.inner.sizes())
     }
 
-    fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
-        let model = guarded(&self.name, "open", || self.inner.open(config_json))?;
+    fn open(&self, config_json: &str, options: &ModelOptions) -> Result<Box<dyn Model>> {
+        let model = guarded(&self.name, "open", || self.inner.open(config_json, options))?;
         let inner = Guarded::new(&self.name, model);
         let dimensions = guarded(&self.name, "dimensions", || Ok(inner.dimensions()))?;
         Ok(Box::new(GuardedModel { dimensions, inner }))
@@ -97,6 +98,10 @@ impl ModelFamily for GuardedFamily {
 
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         guarded(&self.name, "chat_format", || self.inner.chat_format(config_json))
+    }
+
+    fn processor_files(&self, config_json: &str) -> Result<Vec<(String, Vec<u8>)>> {
+        guarded(&self.name, "processor_files", || self.inner.processor_files(config_json))
     }
 }
 
@@ -131,6 +136,18 @@ impl Model for GuardedModel {
 
     fn sites(&self) -> Result<Vec<Site>> {
         self.call("sites", |model| model.sites())
+    }
+
+    fn vision_format(&self) -> Result<Option<VisionFormat>> {
+        self.call("vision_format", |model| model.vision_format())
+    }
+
+    fn media_text(&self, media: &Media) -> Result<String> {
+        self.call("media_text", |model| model.media_text(media))
+    }
+
+    fn prepare(&self, batch: &mut Batch) -> Result<()> {
+        self.call("prepare", |model| model.prepare(batch))
     }
 
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {

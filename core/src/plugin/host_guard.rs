@@ -7,11 +7,12 @@ use crate::batch::Batch;
 use crate::block::BlockIndex;
 use crate::context::Context;
 use crate::error::Result;
-use crate::family::{ChatFormat, FamilySize, Model, ModelDimensions, ModelFamily};
+use crate::family::{ChatFormat, FamilySize, Model, ModelDimensions, ModelFamily, ModelOptions};
 use crate::plugin::guard::guarded;
-use crate::scope::{AttentionOptions, Scope};
+use crate::scope::{AttentionOptions, ExpertShape, Routing, Scope};
 use crate::site::Site;
 use crate::state::State;
+use crate::vision::{Media, VisionFormat};
 use crate::weights::WeightTable;
 
 /// The same family, whose models see the caller's scopes through a panic guard: a panic in a scope
@@ -35,8 +36,8 @@ impl ModelFamily for HostFamily {
         self.0.sizes()
     }
 
-    fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
-        Ok(Box::new(HostModel(self.0.open(config_json)?)))
+    fn open(&self, config_json: &str, options: &ModelOptions) -> Result<Box<dyn Model>> {
+        Ok(Box::new(HostModel(self.0.open(config_json, options)?)))
     }
 
     fn with_layers(&self, config_json: &str, num_hidden_layers: usize) -> Result<String> {
@@ -45,6 +46,10 @@ impl ModelFamily for HostFamily {
 
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         self.0.chat_format(config_json)
+    }
+
+    fn processor_files(&self, config_json: &str) -> Result<Vec<(String, Vec<u8>)>> {
+        self.0.processor_files(config_json)
     }
 }
 
@@ -66,6 +71,18 @@ impl Model for HostModel {
 
     fn sites(&self) -> Result<Vec<Site>> {
         self.0.sites()
+    }
+
+    fn vision_format(&self) -> Result<Option<VisionFormat>> {
+        self.0.vision_format()
+    }
+
+    fn media_text(&self, media: &Media) -> Result<String> {
+        self.0.media_text(media)
+    }
+
+    fn prepare(&self, batch: &mut Batch) -> Result<()> {
+        self.0.prepare(batch)
     }
 
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {
@@ -128,11 +145,22 @@ impl Scope for GuardedScope<'_> {
         key: &Tensor,
         value: &Tensor,
         context: &Context,
-        options: &AttentionOptions,
+        options: &AttentionOptions<'_>,
     ) -> Result<Tensor> {
         guarded("host", "Scope::attention", || {
             self.inner.attention(site, query, key, value, context, options)
         })
+    }
+
+    fn experts(
+        &self,
+        site: &str,
+        x: &Tensor,
+        routing: &Routing,
+        shape: &ExpertShape,
+        sum: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        guarded("host", "Scope::experts", || self.inner.experts(site, x, routing, shape, sum))
     }
 
     fn compute_kind(&self) -> Kind {

@@ -13,6 +13,8 @@ use crate::error::{Error, Result};
 const MIB: usize = 1 << 20;
 /// Request size and queue depth of what is tried, with io_uring and with threads each.
 const TRIALS: [(usize, usize); 5] = [(MIB, 4), (MIB, 8), (MIB, 32), (4 * MIB, 8), (16 * MIB, 8)];
+/// A trial of this share of the best rate is taken for nearly as fast: trials of one drive differ by as much.
+const NEARLY: f64 = 0.85;
 /// The largest of these sizes, which all divide.
 const UNIT_BYTES: usize = 16 * MIB;
 /// A trial ends after this, so that slow drives do not take minutes.
@@ -25,7 +27,10 @@ pub struct DriveRate {
     pub gb_per_s: f64,
     /// With what.
     pub setting: DriveSetting,
-    /// The same, for people.
+    /// What takes the least memory in turn and is nearly as fast: memory that stays in the caches makes
+    /// drives fast whose reads are copied by a CPU, and deep queues those that work in parallel.
+    pub lean: DriveSetting,
+    /// `setting`, for people.
     pub how: String,
 }
 
@@ -64,6 +69,7 @@ pub fn drive_gb_per_s(paths: &[&Path], max_bytes: u64) -> Result<DriveRate> {
     memory.bytes_mut().fill(1);
 
     let mut best: Option<DriveRate> = None;
+    let mut tried = Vec::new();
     for (number, method) in methods.into_iter().enumerate() {
         for (position, (request_bytes, depth)) in trials.iter().copied().enumerate() {
             let setting = DriveSetting { method, request_bytes, depth };
@@ -86,12 +92,19 @@ pub fn drive_gb_per_s(paths: &[&Path], max_bytes: u64) -> Result<DriveRate> {
             let gb_per_s = read_bytes as f64 / seconds / 1e9;
             let how = setting.describe(&*reader);
             tracing::debug!("{gb_per_s:.2} GB/s: {how}");
+            tried.push((gb_per_s, setting));
             if best.as_ref().is_none_or(|best| best.gb_per_s < gb_per_s) {
-                best = Some(DriveRate { gb_per_s, setting, how });
+                best = Some(DriveRate { gb_per_s, setting, lean: setting, how });
             }
         }
     }
-    best.ok_or_else(|| Error::usage("nothing of the files could be read to measure their drive"))
+    let mut best = best
+        .ok_or_else(|| Error::usage("nothing of the files could be read to measure their drive"))?;
+    let nearly = tried.into_iter().filter(|(rate, _)| *rate >= NEARLY * best.gb_per_s);
+    if let Some((_, lean)) = nearly.min_by_key(|(_, setting)| setting.memory_bytes()) {
+        best.lean = lean;
+    }
+    Ok(best)
 }
 
 /// The rate of one pass over the files `paths` by `setting`, one file after another, however long it takes.
@@ -119,6 +132,16 @@ pub fn drive_pass_gb_per_s(paths: &[&Path], setting: DriveSetting) -> Result<f64
 }
 
 impl DriveSetting {
+    /// Memory in turn.
+    pub fn memory_bytes(&self) -> usize {
+        self.request_bytes * self.depth
+    }
+
+    /// As many bytes under way in reads of 1 MiB.
+    pub fn queue_depth(&self) -> usize {
+        self.memory_bytes().div_ceil(MIB)
+    }
+
     fn open(&self, paths: &[&Path]) -> Result<Box<dyn Reader>> {
         // io_uring counts reads of 1 MiB.
         let pieces = if self.method == ReadMethod::Uring { self.request_bytes / MIB } else { 1 };

@@ -72,6 +72,8 @@ pub struct StreamOptions {
     /// Streamed blocks that are brought to the device at the start and stay there. They take no slot and
     /// are counted apart.
     pub kept: BTreeSet<BlockIndex>,
+    /// Streamed blocks that no visit is of: no slot is made for them.
+    pub unused: BTreeSet<BlockIndex>,
     /// Blocks of placement [`Placement::Head`] that pass through the window like streamed ones.
     pub also_streamed: BTreeSet<BlockIndex>,
 }
@@ -103,18 +105,19 @@ impl StreamOptions {
 }
 
 impl Default for StreamOptions {
-    /// Two blocks ahead; 32 chunks of 4 MiB: large enough that submitting a copy costs nothing, small
-    /// enough that a block is being copied while it is still being read.
+    /// Two blocks ahead; 128 chunks of 1 MiB: large enough that submitting a copy costs little, and so small
+    /// that the memory under a short queue of reads stays in the caches.
     fn default() -> Self {
         Self {
             prefetch_ahead: 2,
             slot_budget_bytes: None,
-            chunk_bytes: 4 << 20,
-            num_chunks: 32,
+            chunk_bytes: 1 << 20,
+            num_chunks: 128,
             read: ReadMethod::Auto,
             queue_depth: 8,
             kept: BTreeSet::new(),
             also_streamed: BTreeSet::new(),
+            unused: BTreeSet::new(),
         }
     }
 }
@@ -189,6 +192,7 @@ pub struct BlockStream {
     slot_bytes: usize,
     /// Blocks of placement [`Placement::Head`] that pass through the window.
     also_streamed: BTreeSet<BlockIndex>,
+    unused: BTreeSet<BlockIndex>,
     kept_bytes: usize,
     kept_read_bytes: u64,
     /// Whether any block has to be read when it is wanted.
@@ -235,7 +239,9 @@ impl BlockStream {
         }
         let streamed = || {
             let passes = |block: &BlockIndex, spec: &BlockSpec| {
-                (spec.placement.is_streamed() && !options.kept.contains(block))
+                (spec.placement.is_streamed()
+                    && !options.kept.contains(block)
+                    && !options.unused.contains(block))
                     || options.also_streamed.contains(block)
             };
             specs().filter(move |(block, spec)| passes(block, spec)).map(|(_, spec)| spec)
@@ -259,7 +265,9 @@ impl BlockStream {
             .map(|slot| Slot::new(slot, slot_bytes, engine.device()))
             .collect::<Result<_>>()?;
         let moving = |block: &BlockIndex, spec: &BlockSpec| {
-            spec.placement.is_streamed() && !options.kept.contains(block)
+            spec.placement.is_streamed()
+                && !options.kept.contains(block)
+                && !options.unused.contains(block)
         };
         let reads = specs()
             .filter(|(block, spec)| moving(block, spec) || options.also_streamed.contains(block))
@@ -282,6 +290,7 @@ impl BlockStream {
         Ok(Self {
             slot_bytes,
             also_streamed: options.also_streamed.clone(),
+            unused: options.unused.clone(),
             kept_bytes: inner.kept.keys().map(|block| source.blocks()[block.0].image_bytes).sum(),
             kept_read_bytes: loaded.read_bytes,
             reads,
@@ -334,11 +343,14 @@ impl BlockStream {
     pub fn schedule(&self, visits: impl IntoIterator<Item = BlockIndex>) -> Result<()> {
         let visits: Vec<BlockIndex> = visits.into_iter().collect();
         let streamed = |block: &&BlockIndex| {
-            self.also_streamed.contains(block)
-                || self.blocks().get(block.0).is_some_and(|spec| spec.placement.is_streamed())
+            let spec = self.blocks().get(block.0);
+            let is_streamed = spec.is_some_and(|spec| spec.placement.is_streamed());
+            self.also_streamed.contains(block) || (is_streamed && !self.unused.contains(block))
         };
         if let Some(block) = visits.iter().find(|block| !streamed(block)) {
-            return Err(Error::usage(format!("block {block} is not a streamed block of {self:?}")));
+            return Err(Error::usage(format!(
+                "block {block} is not a streamed block of {self:?}, or was said to be of no use"
+            )));
         }
         let mut inner = self.open()?;
         inner.schedule.extend(visits);

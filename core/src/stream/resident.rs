@@ -13,12 +13,17 @@ use crate::error::{Error, Result};
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
 
-/// The tensors of a block as views of its image on the device, in their stored dtypes.
+/// The tensors of a block as views of its image on the device, in their stored dtypes. Experts are
+/// `[num_experts, out_features, in_features]`, however they are stored.
 pub(crate) fn views(image: &Tensor, spec: &BlockSpec) -> Result<NamedTensors> {
     let view = |tensor: &crate::block::TensorSpec| -> Result<(String, Tensor)> {
         let shape: Vec<i64> = tensor.shape.iter().map(|extent| *extent as i64).collect();
         let bytes = image.f_narrow(0, tensor.offset_bytes as i64, tensor.num_bytes as i64)?;
-        Ok((tensor.name.clone(), bytes.f_view_dtype(tensor.dtype.kind())?.f_view(&shape[..])?))
+        let mut seen = bytes.f_view_dtype(tensor.dtype.kind())?.f_view(&shape[..])?;
+        if tensor.is_transposed {
+            seen = seen.f_transpose(1, 2)?;
+        }
+        Ok((tensor.name.clone(), seen))
     };
     spec.tensors.iter().map(view).collect()
 }
@@ -92,4 +97,34 @@ pub fn load_blocks(
     loaded.read_bytes = moved.read_bytes as u64;
     loaded.copied_bytes = moved.copied_bytes as u64;
     Ok(loaded)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+    use crate::block::Placement;
+    use crate::dtype::Dtype;
+
+    #[test]
+    fn experts_stored_in_by_out_are_seen_out_by_in_without_a_copy() {
+        let tensors = [
+            ("small".to_owned(), Dtype::F32, vec![3]),
+            ("experts".to_owned(), Dtype::F32, vec![2, 3, 5]),
+        ];
+        let mut spec = BlockSpec::pack("block", Placement::Streamed, tensors).unwrap();
+        let image = Tensor::zeros([spec.image_bytes as i64], (Kind::Uint8, Device::Cpu));
+        let stored = views(&image, &spec).unwrap();
+        let experts = stored.get("experts").unwrap();
+        experts
+            .shallow_clone()
+            .copy_(&Tensor::arange(30, (Kind::Float, Device::Cpu)).view([2, 3, 5]));
+        spec.tensors[1].is_transposed = true;
+        let seen = views(&image, &spec).unwrap();
+        let seen = seen.get("experts").unwrap();
+        assert_eq!(seen.size(), [2, 5, 3]);
+        assert_eq!(seen.data_ptr(), experts.data_ptr());
+        assert_eq!(*seen, experts.transpose(1, 2));
+    }
 }

@@ -75,7 +75,8 @@ fn tensors_that_follow_each_other_in_file_and_image_are_one_extent() {
     let table = WeightTable::new(Dtype::BF16).layers("layers.{n}", 1, &rows);
     let checkpoint = blockstreamer_core::checkpoint::Checkpoint::open(directory.path()).unwrap();
     let layout =
-        blockstreamer_core::checkpoint::Layout::new(&checkpoint, &table, |_| Ok(false)).unwrap();
+        blockstreamer_core::checkpoint::Layout::new(&checkpoint, &table, None, |_| Ok(false))
+            .unwrap();
     let source = SafetensorsSource::open(layout).unwrap();
     let extents = source.extents(BlockIndex(0)).unwrap();
     // The image has a gap after 1,000 bytes, the file has none.

@@ -24,7 +24,7 @@ use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::checkpoint::{Checkpoint, Layout};
 use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::source::BlockSource;
-use blockstreamer_core::weights::{Role, Weight, WeightTable};
+use blockstreamer_core::weights::{BlockPlan, Role, Weight, WeightTable};
 
 /// A small deterministic generator (SplitMix64).
 struct Numbers(u64);
@@ -126,7 +126,7 @@ impl Fixture {
         for block in 0..num_blocks {
             let placement =
                 if block + 1 == num_blocks { Placement::Resident } else { Placement::Streamed };
-            table.push(&format!("block.{block}"), placement, None, &[]);
+            table.add(BlockPlan::new(format!("block.{block}"), placement, None), 0, &[]);
             let mut tensors = Vec::new();
             for position in 0..numbers.below(7) {
                 let local = format!("tensor.{position}");
@@ -182,7 +182,7 @@ impl Fixture {
     }
 
     fn layout(&self) -> Layout {
-        Layout::new(&self.checkpoint(), &self.table, |_| Ok(false)).unwrap()
+        Layout::new(&self.checkpoint(), &self.table, None, |_| Ok(false)).unwrap()
     }
 
     /// The image that a block must have, made from its tensors alone.

@@ -324,12 +324,14 @@ fn the_rate_of_a_drive_is_measured_on_files_of_any_size() {
         for (paths, max_bytes) in
             [(&files[..1], 1 << 40), (&files[..], 1 << 40), (&files[..], 5000)]
         {
-            let DriveRate { gb_per_s, setting, how } = drive_gb_per_s(paths, max_bytes).unwrap();
+            let DriveRate { gb_per_s, setting, lean, how } =
+                drive_gb_per_s(paths, max_bytes).unwrap();
             println!("{}: {gb_per_s:.2} GB/s, {how}", folder.path().display());
             assert!(gb_per_s > 0.0 && gb_per_s.is_finite());
             assert!(how.contains("MiB"), "{how}");
             let whole = drive_pass_gb_per_s(paths, setting).unwrap();
             assert!(whole > 0.0 && whole.is_finite());
+            assert!(lean.memory_bytes() <= setting.memory_bytes(), "{lean:?} {setting:?}");
         }
         assert_says(drive_gb_per_s(&files, 0), &["something in it"]);
         assert_says(drive_gb_per_s(&[], 1 << 30), &["something in it"]);

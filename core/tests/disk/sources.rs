@@ -67,7 +67,8 @@ fn a_block_over_2_gib_is_read_in_one_call() {
     let rows = [row("big", "big", Role::Buffer(Dtype::U8), &[num_bytes])];
     let table = WeightTable::new(Dtype::BF16).layers("layers.{n}", 1, &rows);
     let layout =
-        Layout::new(&Checkpoint::open(directory.path()).unwrap(), &table, |_| Ok(false)).unwrap();
+        Layout::new(&Checkpoint::open(directory.path()).unwrap(), &table, None, |_| Ok(false))
+            .unwrap();
     let source = SafetensorsSource::open(layout).unwrap();
     let mut image = HostBuffer::new(source.blocks()[0].image_bytes).unwrap();
     let range = 0..image.bytes().len();

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use blockstreamer_core::read::ReadMethod;
 use clap::{Args, Subcommand, ValueEnum};
 
+use crate::cli::ExpertArgs;
 use crate::engine::{Precision, Tier};
 use crate::size::Size;
 
@@ -113,6 +114,9 @@ pub struct StepArgs {
     /// Compute dtype
     #[arg(long, value_enum, default_value_t = Precision::Auto)]
     pub dtype: Precision,
+    /// Experts
+    #[command(flatten)]
+    pub experts: ExpertArgs,
     /// Folder for a model that is written; it is kept there and used again [default: a folder in the
     /// system's temporary one]
     #[arg(long)]
@@ -129,7 +133,7 @@ pub struct StepArgs {
     pub json: bool,
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(number) if number >= 1 => Ok(number),
         _ => Err(format!("'{text}' is not a whole number of at least 1")),

@@ -7,6 +7,7 @@ mod random;
 mod step;
 mod stream;
 
+pub(crate) use args::at_least_one;
 pub use args::{BenchCommand, StepArgs, StreamArgs, StreamTier};
 pub use step::{StepReport, bench_step};
 pub use stream::{StreamReport, bench_stream};

@@ -15,6 +15,7 @@ use blockstreamer_core::device::{
 use blockstreamer_core::execute::{Executor, StepOptions};
 use blockstreamer_core::optimizer::{Optimizer, by_name};
 use blockstreamer_core::read::drive_gb_per_s;
+use blockstreamer_core::site::Site;
 use blockstreamer_core::source::BlockSource;
 use serde::Serialize;
 use tch::Tensor;
@@ -141,7 +142,7 @@ pub fn bench_step(registry: &Registry, model: &Path, args: &StepArgs) -> Result<
     let mut timed = Vec::new();
     let (mut num_blocks, mut streamed_bytes) = (0, 0);
     for tokens in &args.tokens {
-        let open = OpenModel::open(registry, model)?;
+        let open = OpenModel::open(registry, model, args.experts.options())?;
         let dimensions = open.model.dimensions();
         let positions = dimensions.max_position_embeddings;
         if *tokens < 2 || *tokens > positions {
@@ -149,7 +150,11 @@ pub fn bench_step(registry: &Registry, model: &Path, args: &StepArgs) -> Result<
                 "--tokens {tokens}: this model takes 2 to {positions}, and the last has no target"
             );
         }
-        let streamed = || open.layout.blocks.iter().filter(|block| block.placement.is_streamed());
+        // The rows are text: blocks for pictures are not visited.
+        let plans = open.model.weights()?.blocks;
+        let num_vision = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        let visited = || open.layout.blocks.iter().skip(num_vision);
+        let streamed = || visited().filter(|block| block.placement.is_streamed());
         (num_blocks, streamed_bytes) =
             (streamed().count(), streamed().map(|block| block.image_bytes as u64).sum());
         // While nothing of the model is on the device, whose memory the copies need.
@@ -160,18 +165,17 @@ pub fn bench_step(registry: &Registry, model: &Path, args: &StepArgs) -> Result<
             Ok(())
         };
         link()?;
-        let sites = open.model.sites()?;
         let launch = Launch {
             registry,
             open: &open,
             stream: &config.stream,
             device,
             dtype: config.dtype,
-            job: Job { trains: true, tokens: *tokens, num_micro_batches: 1 },
+            job: Job { trains: true, tokens: *tokens, num_micro_batches: 1, patches: 0 },
             seed: config.seed,
         };
-        let adapter = || -> Result<Option<Box<dyn Adapter>>> {
-            Ok(Some(Box::new(Lora::new(&sites, &lora, device)?)))
+        let adapter = |sites: &[Site]| -> Result<Option<Box<dyn Adapter>>> {
+            Ok(Some(Box::new(Lora::new(sites, &lora, device)?)))
         };
         let Launched { executor, source, .. } = launch.start(&adapter)?;
         let vocab_size = dimensions.vocab_size;
@@ -211,6 +215,7 @@ fn config(model: &Path, args: &StepArgs) -> RunConfig {
             ..LoraConfig::default()
         },
         stream: StreamConfig {
+            expert_groups: args.experts.expert_groups,
             tier: args.tier,
             vram: args.vram,
             ram: args.ram,
@@ -261,7 +266,8 @@ impl Steps<'_> {
             for step in steps {
                 cached.drop_all()?;
                 let batch = [self.batch(step)?];
-                let options = StepOptions { step, another_follows: step + 1 < end };
+                let options =
+                    StepOptions { step, another_follows: step + 1 < end, ..StepOptions::default() };
                 let optimizer: &mut dyn Optimizer = &mut *optimizer;
                 let next = stepper.launch(&batch, optimizer, options, self.config.learning_rate)?;
                 if let Some(before) = launched.replace(next) {

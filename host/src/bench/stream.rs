@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::device::{BareLink, CopyEngine};
-use blockstreamer_core::read::{self, drive_gb_per_s, drive_pass_gb_per_s};
+use blockstreamer_core::read::{self, DriveSetting, drive_gb_per_s, drive_pass_gb_per_s};
 use blockstreamer_core::source::BlockSource;
 use blockstreamer_core::stream::{BlockStream, StreamOptions};
 use serde::Serialize;
@@ -49,6 +49,8 @@ pub struct StreamReport {
     pub dir: Option<PathBuf>,
     /// How files are read. `None` for memory.
     pub read: Option<String>,
+    /// Reads of 1 MiB under way at a time, on tier disk.
+    pub queue_depth: Option<usize>,
     /// Blocks on the device beyond the one in use.
     pub prefetch_ahead: usize,
     /// The passes, in order.
@@ -94,6 +96,7 @@ pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
         num_images: None,
         dir: None,
         read: None,
+        queue_depth: None,
         prefetch_ahead,
         gb_per_s: median(measured.passes.iter().map(Pass::gb_per_s)),
         passes: measured.passes,
@@ -106,21 +109,27 @@ pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
         StreamTier::Ram => {
             let images = Arc::new(Images::new(num_blocks, block_bytes, device)?);
             let num_images = images.num_images();
-            let bench = Bench::new(args, images.clone(), engine)?;
+            let queue_depth = StreamOptions::default().queue_depth;
+            let bench = Bench::new(args, images.clone(), queue_depth, engine)?;
             StreamReport { num_images: Some(num_images), ..report(bench.with_memory(&images)?) }
         }
         StreamTier::Disk => {
             let default = || std::env::temp_dir().join("blockstreamer-bench");
             let dir = args.dir.clone().unwrap_or_else(default);
             let files = Arc::new(Files::prepare(&dir, num_blocks, block_bytes)?);
-            let bench = Bench::new(args, files.clone(), engine)?;
-            let measured = bench.with_files(&files)?;
-            // The engine's own reader is one like this.
-            let default = StreamOptions::default().queue_depth;
-            let queue_depth = args.queue_depth.unwrap_or(default);
+            // As a run does it: the engine reads as the drive is read best with little memory.
+            let drive = drive_gb_per_s(&files.files(), u64::MAX)?;
+            let queue_depth = args.queue_depth.unwrap_or_else(|| drive.lean.queue_depth());
+            let bench = Bench::new(args, files.clone(), queue_depth, engine)?;
+            let measured = bench.with_files(&files, drive.setting)?;
             let source: Arc<dyn BlockSource> = files;
             let read = Some(read::open(&source, args.read, queue_depth)?.describe());
-            StreamReport { dir: Some(dir), read, ..report(measured) }
+            StreamReport {
+                dir: Some(dir),
+                read,
+                queue_depth: Some(queue_depth),
+                ..report(measured)
+            }
         }
     };
     report.ratio = report.gb_per_s / report.bare_gb_per_s;
@@ -143,6 +152,7 @@ impl Bench {
     fn new(
         args: &StreamArgs,
         source: Arc<dyn BlockSource>,
+        queue_depth: usize,
         engine: Arc<dyn CopyEngine>,
     ) -> Result<Self> {
         let mut options =
@@ -152,7 +162,7 @@ impl Bench {
                 usize::try_from(chunk.num_bytes).context("a chunk is too large")?;
         }
         options.num_chunks = args.num_chunks.unwrap_or(options.num_chunks);
-        options.queue_depth = args.queue_depth.unwrap_or(options.queue_depth);
+        options.queue_depth = queue_depth;
         options.read = args.read;
         let stream = BlockStream::new(source, engine.clone(), &options)?;
         Ok(Self { engine, stream, num_passes: args.passes })
@@ -181,15 +191,14 @@ impl Bench {
         Ok(Measured { passes, bare_rates, bare })
     }
 
-    fn with_files(&self, files: &Files) -> Result<Measured> {
+    /// Whole passes by the engine, and bare ones as `setting` says, in turn: short trials catch a noisy
+    /// drive at its best.
+    fn with_files(&self, files: &Files, setting: DriveSetting) -> Result<Measured> {
         let cold_pass = || {
             files.drop_cached()?;
             self.pass()
         };
-        // The best way to read this drive, then whole passes with it and with the engine in turn: short
-        // trials catch a noisy drive at its best.
         let files = files.files();
-        let setting = drive_gb_per_s(&files, u64::MAX)?.setting;
         let bare = || drive_pass_gb_per_s(&files, setting);
         cold_pass()?;
         let mut bare_rates = vec![bare()?];

@@ -3,11 +3,12 @@
 use anyhow::{Context, Result};
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::device::set_deterministic;
+use blockstreamer_core::site::Site;
 use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::EvalArgs;
-use crate::data::{BatchOptions, DatasetOptions, Overflow};
+use crate::data::{BatchOptions, DatasetOptions, Overflow, PixelLimits};
 use crate::engine::{Job, Launch, OpenModel, StreamConfig, device};
 use crate::plugins::Registry;
 use crate::run::load_rows;
@@ -15,17 +16,25 @@ use crate::run::load_rows;
 pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     let device = device(&args.device)?;
     set_deterministic(true)?;
-    let open = OpenModel::open(registry, &args.model)?;
+    let open = OpenModel::open(registry, &args.model, args.experts.options())?;
     let rows =
         DatasetOptions { sequence_length: args.sequence_length, overflow: Overflow::Truncate };
     let order =
         BatchOptions { batch_size: args.batch_size, micro_batches: 1, seed: 0, shuffle: false };
-    let batches = load_rows(&open, &args.data, rows, order)?;
+    let batches = load_rows(
+        registry,
+        &open,
+        &args.data,
+        rows,
+        PixelLimits { min_pixels: args.min_pixels, max_pixels: args.max_pixels },
+        order,
+    )?;
     let stream = StreamConfig {
         tier: args.tier,
         vram: args.vram,
         ram: args.ram,
         prefetch_ahead: args.prefetch_ahead,
+        expert_groups: args.experts.expert_groups,
         ..StreamConfig::default()
     };
     let rows_per_pass = ROWS_PER_PASS.div_ceil(args.batch_size);
@@ -39,21 +48,25 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
             trains: false,
             tokens: args.batch_size * batches.longest_row(),
             num_micro_batches: rows_per_pass,
+            patches: batches.max_patches(),
         },
         seed: 0,
     };
-    let sites = open.model.sites()?;
-    let adapter = || -> Result<Option<Box<dyn Adapter>>> {
+    let adapter = |sites: &[Site]| -> Result<Option<Box<dyn Adapter>>> {
         let Some(folder) = &args.adapter else { return Ok(None) };
-        Ok(Some(Box::new(Lora::import(folder, &sites, device)?)))
+        Ok(Some(Box::new(Lora::import(folder, sites, device)?)))
     };
     let executor = launch.start(&adapter)?.executor;
 
     // Many rows pass through a block during one visit: weights are read once for all of them.
     let (mut sum, mut num_targets, mut num_rows) = (0.0, 0_usize, 0);
-    let steps = batches.in_order().collect::<Result<Vec<_>, _>>()?;
-    for group in steps.chunks(rows_per_pass) {
-        let group: Vec<_> = group.iter().flat_map(|step| step.batches.iter().cloned()).collect();
+    let mut steps = batches.in_order();
+    loop {
+        let group = steps.by_ref().take(rows_per_pass).collect::<Result<Vec<_>, _>>()?;
+        if group.is_empty() {
+            break;
+        }
+        let group: Vec<_> = group.into_iter().flat_map(|step| step.batches).collect();
         num_rows += group.iter().map(|batch| batch.input_ids.size()[0]).sum::<i64>();
         let loss = executor.evaluate(&group)?;
         sum += executor.loss_value(&loss)? * loss.num_targets as f64;

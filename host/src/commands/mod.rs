@@ -5,6 +5,7 @@ mod conformance;
 mod doctor;
 mod eval;
 pub mod families;
+mod merge;
 mod plan;
 mod shard;
 mod synth;
@@ -13,6 +14,7 @@ mod train;
 use std::io::Write;
 
 use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::cli::{Cli, Command};
 use crate::plugins::Registry;
@@ -34,6 +36,7 @@ pub fn run(cli: Cli) -> Result<bool> {
         Command::Shard(args) => shard::run(&registry, &args),
         Command::Train(args) => train::run(&registry, args).map(|()| true),
         Command::Eval(args) => eval::run(&registry, &args).map(|()| true),
+        Command::Merge(args) => merge::run(&registry, &args).map(|()| true),
         Command::Bench(what) => bench::run(&registry, &what).map(|()| true),
         Command::Conformance(args) => conformance::run(&registry, &args),
         Command::Doctor { json, path } => doctor::run(&registry, json, &path).map(|()| true),
@@ -50,4 +53,15 @@ fn print(text: &str) -> Result<()> {
 
 fn print_json(document: &impl serde::Serialize) -> Result<()> {
     print(&serde_json::to_string_pretty(document)?)
+}
+
+/// A bar on stderr for bytes of which the total becomes known.
+fn byte_bar() -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    if let Ok(style) =
+        ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  {msg}")
+    {
+        bar.set_style(style);
+    }
+    bar
 }

@@ -3,27 +3,21 @@
 use anyhow::Result;
 use blockstreamer_core::source::SafetensorsSource;
 use blockstreamer_core::source::shards::{ShardProgress, verify_shards, write_shards};
-use indicatif::{ProgressBar, ProgressStyle};
 
-use super::print;
+use super::{byte_bar, print};
 use crate::cli::ShardArgs;
 use crate::engine::OpenModel;
 use crate::plugins::Registry;
 use crate::size::Size;
 
 pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
-    let bar = ProgressBar::new(0);
-    if let Ok(style) =
-        ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes}  {bytes_per_sec}  {msg}")
-    {
-        bar.set_style(style);
-    }
+    let bar = byte_bar();
     let mut show = |progress: ShardProgress<'_>| {
         bar.set_length(progress.total_bytes);
         bar.set_position(progress.done_bytes);
         bar.set_message(progress.block.to_owned());
     };
-    let open = OpenModel::open(registry, &args.model)?;
+    let open = OpenModel::open(registry, &args.model, args.experts.options())?;
     let identity = open.layout.identity(&open.checkpoint)?;
     if args.verify {
         return verify(args, &identity, &mut show);

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::checkpoint::{SynthesizeOptions, Synthesized, synthesize};
+use blockstreamer_core::family::ModelOptions;
 
 use super::print;
 use crate::cli::SynthArgs;
@@ -39,12 +40,12 @@ pub(super) fn write(registry: &Registry, args: &SynthArgs) -> Result<Synthesized
         None => size.config_json.clone(),
         Some(layers) => family.with_layers(&size.config_json, layers)?,
     };
-    let model = family.open(&config_json)?;
+    let model = family.open(&config_json, &ModelOptions::default())?;
     let dimensions = model.dimensions();
     let format = family.chat_format(&config_json)?;
     let staging = tempfile::tempdir().context("cannot make a temporary folder")?;
     write_tokenizer(staging.path(), &CORPUS, dimensions.vocab_size, &format)?;
-    let mut extra_files = Vec::new();
+    let mut extra_files = family.processor_files(&config_json)?;
     for entry in std::fs::read_dir(staging.path())? {
         let entry = entry?;
         extra_files

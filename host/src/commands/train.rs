@@ -15,6 +15,7 @@ pub(super) fn run(registry: &Registry, args: TrainArgs) -> Result<()> {
         out: args.out,
         vram: args.vram,
         ram: args.ram,
+        experts: args.experts,
         set: args.set,
     };
     let config = RunConfig::load(args.config.as_deref(), &overrides)?;

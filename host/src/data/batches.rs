@@ -1,11 +1,13 @@
 //! Micro-batches: a fixed function of dataset, settings and step number.
 
-use blockstreamer_core::Error;
-use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
-use tch::Tensor;
+use std::sync::Arc;
 
-use super::dataset::{Dataset, Sample};
+use blockstreamer_core::batch::Batch;
+
+use super::dataset::Dataset;
 use super::error::{DataError, Result};
+use super::making::{Maker, Rows, Selection};
+use super::sample::Sample;
 
 /// How rows are put together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +34,12 @@ pub struct Step {
 /// Row `k` of the whole run is row `k % samples` of epoch `k / samples`, and step `n` takes the rows from
 /// `n * batch_size * micro_batches` on. The last step of an epoch therefore goes on into the next epoch
 /// when the rows do not come out even, and a run resumes from its step number alone.
+///
+/// Where rows have pictures, a thread makes step `n + 1` from the moment that step `n` was handed out.
 #[derive(Debug)]
 pub struct Batches {
-    samples: Vec<Sample>,
-    pad_id: u32,
+    rows: Arc<Rows>,
+    maker: Maker,
     options: BatchOptions,
     /// The epoch whose order is at hand.
     epoch: u64,
@@ -55,38 +59,50 @@ impl Batches {
                 return Err(DataError::Setting { message: format!("{name} must be at least 1") });
             }
         }
-        let samples = dataset.samples;
-        if samples.is_empty() {
+        if dataset.samples.is_empty() {
             return Err(DataError::Setting { message: "the dataset has no rows".to_owned() });
         }
-        let order = epoch_order(samples.len(), options, 0);
-        Ok(Self { samples, pad_id, options, epoch: 0, order })
+        let order = epoch_order(dataset.samples.len(), options, 0);
+        let rows = Arc::new(Rows::new(dataset, pad_id));
+        Ok(Self { maker: Maker::new(Arc::clone(&rows)), rows, options, epoch: 0, order })
     }
 
     /// Optimizer steps that take every row at least `epochs` times.
     pub fn num_steps(&self, epochs: u64) -> u64 {
-        epochs.saturating_mul(self.samples.len() as u64).div_ceil(self.rows_per_step())
+        epochs.saturating_mul(self.rows.samples.len() as u64).div_ceil(self.rows_per_step())
     }
 
     /// Tokens of the longest row, to which a micro-batch may be padded.
     pub fn longest_row(&self) -> usize {
-        self.samples.iter().map(|sample| sample.ids.len()).max().unwrap_or(0)
+        self.rows.samples.iter().map(|sample| sample.ids.len()).max().unwrap_or(0)
+    }
+
+    /// Whether any row has a picture or a film.
+    pub fn has_vision(&self) -> bool {
+        self.rows.has_vision()
+    }
+
+    /// Whether any row of step `step` has a picture or a film. Nothing is read for it.
+    pub fn step_has_vision(&mut self, step: u64) -> bool {
+        let selection = self.selection(step);
+        selection.iter().flatten().any(|row| !self.rows.samples[*row].pictures.is_empty())
+    }
+
+    /// Most patches that the pictures and films of a micro-batch may come to: those of the rows that have most.
+    pub fn max_patches(&self) -> usize {
+        let mut patches: Vec<usize> = self.rows.samples.iter().map(Sample::num_patches).collect();
+        patches.sort_unstable_by(|left, right| right.cmp(left));
+        // A small dataset comes round again within one micro-batch.
+        (0..self.options.batch_size).map(|row| patches[row % patches.len()]).sum()
     }
 
     /// Step `step`, from 0. Any order of calls gives the same steps.
     ///
     /// # Errors
-    /// Whatever libtorch refuses.
+    /// Whatever libtorch refuses; a picture that cannot be decoded, naming its row.
     pub fn step(&mut self, step: u64) -> Result<Step> {
-        let first = step * self.rows_per_step();
-        let rows: Vec<usize> =
-            (first..first + self.rows_per_step()).map(|row| self.sample_of(row)).collect();
-        let mut result = Step { batches: Vec::new() };
-        for rows in rows.chunks(self.options.batch_size) {
-            let rows: Vec<&Sample> = rows.iter().map(|row| &self.samples[*row]).collect();
-            result.batches.push(pad(&rows, self.pad_id)?);
-        }
-        Ok(result)
+        let (selection, next) = (self.selection(step), self.selection(step + 1));
+        self.maker.make(&selection, Some(next))
     }
 
     /// Every row once, in the file's order, for evaluation: one [`Step`] of one micro-batch each.
@@ -94,10 +110,24 @@ impl Batches {
     /// # Errors
     /// Each item as [`Batches::step`].
     pub fn in_order(&self) -> impl Iterator<Item = Result<Step>> {
-        self.samples.chunks(self.options.batch_size).map(|rows| {
-            let rows: Vec<&Sample> = rows.iter().collect();
-            Ok(Step { batches: vec![pad(&rows, self.pad_id)?] })
+        let (num_rows, size) = (self.rows.samples.len(), self.options.batch_size);
+        let selection = move |first: usize| -> Option<Selection> {
+            let rows = first..num_rows.min(first.saturating_add(size));
+            (!rows.is_empty()).then(|| vec![rows.collect()])
+        };
+        let mut maker = Maker::new(Arc::clone(&self.rows));
+        (0..num_rows).step_by(size).filter_map(move |first| {
+            let next = selection(first.saturating_add(size));
+            selection(first).map(|rows| maker.make(&rows, next))
         })
+    }
+
+    /// The rows of step `step`.
+    fn selection(&mut self, step: u64) -> Selection {
+        let first = step * self.rows_per_step();
+        let rows: Vec<usize> =
+            (first..first + self.rows_per_step()).map(|row| self.sample_of(row)).collect();
+        rows.chunks(self.options.batch_size).map(<[usize]>::to_vec).collect()
     }
 
     fn rows_per_step(&self) -> u64 {
@@ -105,10 +135,10 @@ impl Batches {
     }
 
     fn sample_of(&mut self, row: u64) -> usize {
-        let count = self.samples.len() as u64;
+        let count = self.rows.samples.len() as u64;
         let epoch = row / count;
         if epoch != self.epoch {
-            self.order = epoch_order(self.samples.len(), self.options, epoch);
+            self.order = epoch_order(self.rows.samples.len(), self.options, epoch);
             self.epoch = epoch;
         }
         self.order[(row % count) as usize]
@@ -146,35 +176,7 @@ impl SplitMix64 {
     }
 }
 
-/// One micro-batch, padded on the right to its longest row.
-fn pad(rows: &[&Sample], pad_id: u32) -> Result<Batch> {
-    let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
-    let padding = |row: &Sample| longest - row.ids.len();
-    let mut input_ids: Vec<i64> = Vec::with_capacity(rows.len() * longest);
-    let mut labels: Vec<i64> = Vec::with_capacity(rows.len() * longest);
-    let mut mask: Vec<bool> = Vec::with_capacity(rows.len() * longest);
-    for row in rows {
-        input_ids.extend(row.ids.iter().map(|id| i64::from(*id)));
-        input_ids.extend(std::iter::repeat_n(i64::from(pad_id), padding(row)));
-        let pairs = row.ids.iter().zip(&row.targets);
-        labels
-            .extend(pairs.map(|(id, target)| if *target { i64::from(*id) } else { IGNORE_LABEL }));
-        labels.extend(std::iter::repeat_n(IGNORE_LABEL, padding(row)));
-        mask.extend(std::iter::repeat_n(true, row.ids.len()));
-        mask.extend(std::iter::repeat_n(false, padding(row)));
-    }
-    let shape = [rows.len() as i64, longest as i64];
-    let ids_tensor = |values: &[i64]| -> Result<Tensor, Error> {
-        Ok(Tensor::f_from_slice(values)?.f_view(shape)?)
-    };
-    let mut batch = Batch::new(ids_tensor(&input_ids)?);
-    batch.labels = Some(ids_tensor(&labels)?);
-    if mask.contains(&false) {
-        let mask = Tensor::f_from_slice(&mask).and_then(|mask| mask.f_view(shape));
-        batch.attention_mask = Some(mask.map_err(Error::from)?);
-    }
-    Ok(batch)
-}
-
+#[cfg(test)]
+mod picture_tests;
 #[cfg(test)]
 mod tests;

@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::error::{DataError, Result};
-use super::mask::{assistant_spans, target_tokens};
+use super::images::Processor;
 use super::row::Row;
+use super::sample::{Encoder, Measured, Sample, Vision};
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
 
@@ -19,7 +21,8 @@ pub enum Overflow {
     Error,
     /// The row is left out and counted.
     Skip,
-    /// The row loses its end. One that has no target left is left out and counted.
+    /// The row loses its end. One that has no target left is left out and counted, and so is one that would lose a
+    /// picture or a part of it: half a picture has no meaning, and what follows would be about what is not there.
     Truncate,
 }
 
@@ -32,22 +35,6 @@ pub struct DatasetOptions {
     pub overflow: Overflow,
 }
 
-/// One row: its tokens, and which of them are targets.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sample {
-    /// Token ids.
-    pub ids: Vec<u32>,
-    /// For each token, whether the model is to learn to produce it.
-    pub targets: Vec<bool>,
-}
-
-impl Sample {
-    /// Tokens that contribute to the loss. The first token never does: nothing comes before it.
-    pub fn num_targets(&self) -> usize {
-        self.targets.iter().skip(1).filter(|target| **target).count()
-    }
-}
-
 /// The rows of a dataset, in the file's order.
 #[derive(Debug, Clone)]
 pub struct Dataset {
@@ -57,30 +44,39 @@ pub struct Dataset {
     pub num_skipped: usize,
     /// Rows that lost their end.
     pub num_truncated: usize,
+    /// The file, for messages about its rows.
+    pub name: PathBuf,
+    /// What prepares the rows' pictures; `None` when the model takes none.
+    pub processor: Option<Arc<Processor>>,
 }
 
 impl Dataset {
     /// Reads a JSONL file of `{"text": …}` and `{"messages": […], "tools": […]}` rows; blank lines, a
     /// byte-order mark and Windows line ends are passed over.
     ///
-    /// Every token of a text row is a target, and the end-of-sequence token is appended. Of a
-    /// conversation, the assistant's tokens are, see [`assistant_spans`]. `template` may be `None` as long
-    /// as the file holds no conversation.
+    /// Every token of a text row is a target, and the end-of-sequence token is appended. Of a conversation, the
+    /// assistant's tokens are, see [`super::assistant_spans`], but none that stands for a picture. `template` may be
+    /// `None` as long as the file holds no conversation, and `vision` as long as it names no pictures.
+    ///
+    /// Content parts of conversations may name pictures: `{"type": "image", "image": "path"}`, or films:
+    /// `{"type": "video", "video": ["path", …], "fps": 2}`. Paths are relative to the file's folder. Each picture's
+    /// header is read, and whether its file is whole; its pixels are not decoded until they are needed.
     ///
     /// # Errors
-    /// Names the file, the line, what is wrong there and what to do: malformed JSON, missing keys, wrong
-    /// types, an unknown role, nothing to learn, too many tokens, or a file without rows.
+    /// Names the file, the line, what is wrong there and what to do: malformed JSON, missing keys, wrong types, an
+    /// unknown role, nothing to learn, too many tokens, a picture that is missing or of no use, or a file without rows.
     pub fn load(
         path: &Path,
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
+        vision: Option<Vision<'_>>,
         options: DatasetOptions,
     ) -> Result<Self> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
-        Self::read(BufReader::new(file), path, tokenizer, template, options)
+        Self::read(BufReader::new(file), path, tokenizer, template, vision, options)
     }
 
-    /// As [`Dataset::load`], from any reader; `name` stands for the file in messages.
+    /// As [`Dataset::load`], from any reader; `name` stands for the file.
     ///
     /// # Errors
     /// As [`Dataset::load`].
@@ -89,6 +85,7 @@ impl Dataset {
         name: &Path,
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
+        vision: Option<Vision<'_>>,
         options: DatasetOptions,
     ) -> Result<Self> {
         if options.sequence_length < 2 {
@@ -96,7 +93,15 @@ impl Dataset {
                 "sequence_length must be at least 2: the first token of a row is never a target";
             return Err(DataError::Setting { message: message.to_owned() });
         }
-        let mut dataset = Self { samples: Vec::new(), num_skipped: 0, num_truncated: 0 };
+        let mut dataset = Self {
+            samples: Vec::new(),
+            num_skipped: 0,
+            num_truncated: 0,
+            name: name.to_owned(),
+            processor: vision.as_ref().map(|vision| Arc::clone(&vision.processor)),
+        };
+        let folder = name.parent().unwrap_or(Path::new(""));
+        let encoder = Encoder::new(tokenizer, template, vision, folder);
         let mut bytes = Vec::new();
         for line in 1.. {
             bytes.clear();
@@ -110,7 +115,8 @@ impl Dataset {
             })?;
             let text = if line == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
             if !text.trim().is_empty() {
-                dataset.push_row(text, tokenizer, template, options).map_err(in_row)?;
+                let row = Row::parse(text.trim_end()).and_then(|row| encoder.sample(&row, line));
+                row.and_then(|row| dataset.push_row(row, options)).map_err(in_row)?;
             }
         }
         if dataset.samples.is_empty() {
@@ -126,14 +132,8 @@ impl Dataset {
         Ok(dataset)
     }
 
-    fn push_row(
-        &mut self,
-        line: &str,
-        tokenizer: &Tokenizer,
-        template: Option<&ChatTemplate>,
-        options: DatasetOptions,
-    ) -> Result<(), String> {
-        let mut sample = sample(&Row::parse(line.trim_end())?, tokenizer, template)?;
+    fn push_row(&mut self, row: Measured, options: DatasetOptions) -> Result<(), String> {
+        let Measured { mut sample, num_picture_tokens, pictures_end } = row;
         if sample.num_targets() == 0 {
             return Err(
                 "there is nothing to learn: the row has no target after its first token".to_owned()
@@ -141,20 +141,27 @@ impl Dataset {
         }
         let (length, limit) = (sample.ids.len(), options.sequence_length);
         if length > limit {
-            match options.overflow {
-                Overflow::Error => {
-                    return Err(format!(
-                        "the row has {length} tokens but sequence_length is {limit}; raise \
-                         sequence_length, shorten the row, or set overflow = \"skip\" or \"truncate\""
-                    ));
-                }
-                Overflow::Truncate => {
-                    sample.ids.truncate(limit);
-                    sample.targets.truncate(limit);
-                }
-                Overflow::Skip => {}
+            if options.overflow == Overflow::Error {
+                let (of_pictures, lower) = match num_picture_tokens {
+                    0 => (String::new(), ""),
+                    count => (
+                        format!(", {count} of them for its pictures,"),
+                        "lower max_pixels in [data] for smaller pictures, ",
+                    ),
+                };
+                return Err(format!(
+                    "the row has {length} tokens{of_pictures} but sequence_length is {limit}; raise \
+                     sequence_length, {lower}shorten the row, or set overflow = \"skip\" or \"truncate\""
+                ));
             }
-            if options.overflow == Overflow::Skip || sample.num_targets() == 0 {
+            if options.overflow == Overflow::Truncate {
+                sample.ids.truncate(limit);
+                sample.targets.truncate(limit);
+            }
+            if options.overflow == Overflow::Skip
+                || pictures_end > limit
+                || sample.num_targets() == 0
+            {
                 self.num_skipped += 1;
                 return Ok(());
             }
@@ -162,40 +169,6 @@ impl Dataset {
         }
         self.samples.push(sample);
         Ok(())
-    }
-}
-
-fn sample(
-    row: &Row,
-    tokenizer: &Tokenizer,
-    template: Option<&ChatTemplate>,
-) -> Result<Sample, String> {
-    match row {
-        Row::Text(text) => {
-            let mut ids = tokenizer.encode(text, true).map_err(|error| error.to_string())?.ids;
-            if let Some(eos) = tokenizer.eos_id().filter(|eos| ids.last() != Some(eos)) {
-                ids.push(eos);
-            }
-            Ok(Sample { targets: vec![true; ids.len()], ids })
-        }
-        Row::Chat(chat) => {
-            let template = template.ok_or(
-                "the row is a conversation but the model's folder has no chat template; copy the \
-                 chat_template.jinja of its chat version there, or use {\"text\": …} rows",
-            )?;
-            let (text, spans) =
-                assistant_spans(template, chat).map_err(|error| error.to_string())?;
-            let encoded = tokenizer.encode(&text, false).map_err(|error| error.to_string())?;
-            let targets = target_tokens(&encoded.offsets, &spans);
-            if !targets.contains(&true) {
-                return Err(
-                    "the chat template prints nothing of the assistant's turns, or marks none \
-                            of it with {% generation %}"
-                        .to_owned(),
-                );
-            }
-            Ok(Sample { ids: encoded.ids, targets })
-        }
     }
 }
 

@@ -15,9 +15,12 @@ use super::template::ChatTemplate;
 /// generation prompt holds more than the turn begins with (an opened `<think>`, for instance), the turn's
 /// text starts where the two part.
 ///
+/// A template whose rendering of a conversation's beginning is not the beginning of its rendering (one that
+/// drops the reasoning of earlier turns, for instance) says nothing that way. Then its
+/// [marked twin](ChatTemplate::with_marked_twin) does, if both render the conversation alike.
+///
 /// # Errors
-/// A template whose rendering of a conversation's beginning is not the beginning of its rendering
-/// (one that drops the reasoning of earlier turns, for instance) is refused rather than guessed at.
+/// A template of which none of this is true is refused rather than guessed at.
 pub fn assistant_spans(
     template: &ChatTemplate,
     chat: &Conversation,
@@ -26,6 +29,23 @@ pub fn assistant_spans(
     if template.marks_generation(chat) {
         return Ok((whole.text, whole.generated));
     }
+    let spans = match (spans_by_prefixes(template, chat, &whole.text), template.marked_twin()) {
+        (Ok(spans), _) => spans,
+        (Err(refusal), None) => return Err(refusal),
+        (Err(refusal), Some(twin)) => {
+            let marked = twin.render(chat, false).ok();
+            let marked = marked.filter(|marked| marked.text == whole.text);
+            marked.ok_or(refusal)?.generated
+        }
+    };
+    Ok((whole.text, spans))
+}
+
+fn spans_by_prefixes(
+    template: &ChatTemplate,
+    chat: &Conversation,
+    whole: &str,
+) -> Result<Vec<Range<usize>>> {
     let mut spans = Vec::new();
     for (index, message) in chat.messages.iter().enumerate() {
         if message.get("role").and_then(|role| role.as_str()) != Some("assistant") {
@@ -45,7 +65,7 @@ pub fn assistant_spans(
         let (given, prompt, turn) =
             (render(index, false)?, render(index, true)?, render(index + 1, false)?);
         let start = common_prefix(&prompt, &turn);
-        if start < given.len() || !whole.text.starts_with(&turn) {
+        if start < given.len() || !whole.starts_with(&turn) {
             return Err(refuse(
                 "the conversation up to it renders differently alone and as a part of the whole"
                     .into(),
@@ -53,7 +73,7 @@ pub fn assistant_spans(
         }
         spans.push(start..turn.len());
     }
-    Ok((whole.text, spans))
+    Ok(spans)
 }
 
 /// Bytes that two texts begin with alike, in whole characters.

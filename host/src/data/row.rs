@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::json::kind;
+use super::parts::{Part, take_media};
 
 const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "observation"];
 
@@ -20,8 +21,8 @@ pub struct Conversation {
 pub(super) enum Row {
     /// Plain text: every token is a target.
     Text(String),
-    /// A conversation: the assistant's tokens are targets.
-    Chat(Conversation),
+    /// A conversation: the assistant's tokens are targets. Pictures and films are taken out of it.
+    Chat(Conversation, Vec<Part>),
 }
 
 impl Row {
@@ -30,10 +31,11 @@ impl Row {
         let value: Value = serde_json::from_str(line).map_err(|error| {
             format!("not valid JSON, at column {}: {}", error.column(), words_of(&error))
         })?;
-        let Value::Object(row) = value else {
+        let Value::Object(mut row) = value else {
             return Err(format!("a row must be a JSON object, but this is {}", kind(&value)));
         };
-        match (row.get("text"), row.get("messages")) {
+        let messages = row.get_mut("messages").map(Value::take);
+        match (row.get("text"), messages) {
             (Some(_), Some(_)) => {
                 Err("the row has both 'text' and 'messages'; keep the one to train on".to_owned())
             }
@@ -41,13 +43,13 @@ impl Row {
             (Some(other), None) => {
                 Err(format!("'text' must be a string, but it is {}", kind(other)))
             }
-            (None, Some(Value::Array(messages))) => {
+            (None, Some(Value::Array(mut messages))) => {
                 let tools = tools(&row)?;
-                check_messages(messages)?;
-                Ok(Self::Chat(Conversation { messages: messages.clone(), tools }))
+                let media = check_messages(&mut messages)?;
+                Ok(Self::Chat(Conversation { messages, tools }, media))
             }
             (None, Some(other)) => {
-                Err(format!("'messages' must be a list of objects, but it is {}", kind(other)))
+                Err(format!("'messages' must be a list of objects, but it is {}", kind(&other)))
             }
             (None, None) => Err(format!(
                 "the row has neither 'text' nor 'messages' (its keys: {}); a row is \
@@ -82,11 +84,14 @@ fn tools(row: &Map<String, Value>) -> Result<Option<Vec<Value>>, String> {
     }
 }
 
-fn check_messages(messages: &[Value]) -> Result<(), String> {
+/// Checks all messages and takes their pictures and films out of them.
+fn check_messages(messages: &mut [Value]) -> Result<Vec<Part>, String> {
     let mut has_assistant = false;
-    for (index, message) in messages.iter().enumerate() {
-        has_assistant |=
-            check_message(message).map_err(|error| format!("messages[{index}]: {error}"))?;
+    let mut media = Vec::new();
+    for (index, message) in messages.iter_mut().enumerate() {
+        let place = format!("messages[{index}]");
+        has_assistant |= check_message(message, &place, &mut media)
+            .map_err(|error| format!("{place}: {error}"))?;
     }
     if !has_assistant {
         let found = if messages.is_empty() {
@@ -98,11 +103,11 @@ fn check_messages(messages: &[Value]) -> Result<(), String> {
             "{found}: there is nothing to learn; add an assistant turn or remove the row"
         ));
     }
-    Ok(())
+    Ok(media)
 }
 
 /// Checks one message and tells whether it is the assistant's.
-fn check_message(message: &Value) -> Result<bool, String> {
+fn check_message(message: &mut Value, place: &str, media: &mut Vec<Part>) -> Result<bool, String> {
     let Value::Object(message) = message else {
         return Err(format!(
             "must be an object with 'role' and 'content', but it is {}",
@@ -122,14 +127,11 @@ fn check_message(message: &Value) -> Result<bool, String> {
     if !ROLES.contains(&role) {
         return Err(format!("the role '{role}' is not known; roles are {}", ROLES.join(", ")));
     }
+    let is_assistant = role == "assistant";
     let calls_tools = message.get("tool_calls").is_some_and(|calls| !calls.is_null());
-    match message.get("content") {
+    match message.get_mut("content") {
         Some(Value::String(_)) => {}
-        Some(Value::Array(parts)) => {
-            for (index, part) in parts.iter().enumerate() {
-                check_part(part).map_err(|error| format!("content[{index}]: {error}"))?;
-            }
-        }
+        Some(Value::Array(parts)) => take_media(parts, place, media)?,
         None | Some(Value::Null) if calls_tools => {}
         None => return Err("has no 'content'".to_owned()),
         Some(other) => {
@@ -139,20 +141,5 @@ fn check_message(message: &Value) -> Result<bool, String> {
             ));
         }
     }
-    Ok(role == "assistant")
-}
-
-fn check_part(part: &Value) -> Result<(), String> {
-    match part.get("type").and_then(Value::as_str) {
-        Some("text") if part.get("text").is_some_and(Value::is_string) => Ok(()),
-        Some("text") => Err("a text part must hold its text as a string in 'text'".to_owned()),
-        // A placeholder without its pixels would train the model on nothing.
-        Some(other) => {
-            Err(format!("parts of type '{other}' cannot be trained on; only text parts can"))
-        }
-        None => {
-            Err("a part must be an object with a 'type', such as {\"type\": \"text\", \"text\": …}"
-                .to_owned())
-        }
-    }
+    Ok(is_assistant)
 }

@@ -39,6 +39,7 @@ pub struct ChatTemplate {
     /// Templates with `{% generation %}` blocks.
     marked: Vec<String>,
     special_tokens: BTreeMap<String, String>,
+    marked_twin: Option<Box<ChatTemplate>>,
 }
 
 impl ChatTemplate {
@@ -111,7 +112,25 @@ impl ChatTemplate {
             let message = format!("none is named 'default'; found: {}", names.join(", "));
             return Err(DataError::template(message));
         }
-        Ok(Self { environment, marked, special_tokens: special_tokens.clone() })
+        let special_tokens = special_tokens.clone();
+        Ok(Self { environment, marked, special_tokens, marked_twin: None })
+    }
+
+    /// The same template with `source` beside it, a template of the same format with `{% generation %}`
+    /// blocks, for [`assistant_spans`](super::assistant_spans). One without such blocks is of no use and left
+    /// aside.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::new`].
+    pub fn with_marked_twin(self, source: &str) -> Result<Self> {
+        let twin = Self::new(source, &self.special_tokens)?;
+        let twin = Some(twin).filter(|twin| !twin.marked.is_empty());
+        Ok(Self { marked_twin: twin.map(Box::new), ..self })
+    }
+
+    /// What [`ChatTemplate::with_marked_twin`] put beside it.
+    pub(super) fn marked_twin(&self) -> Option<&Self> {
+        self.marked_twin.as_deref()
     }
 
     /// Renders a conversation; `add_generation_prompt` appends the header of the assistant's turn.

@@ -54,10 +54,15 @@ pub struct StreamConfig {
     pub shards: Option<PathBuf>,
     /// `auto`, `uring`, `threads` or `buffered`.
     pub read: ReadMethod,
-    /// Reads of up to 1 MiB under way at a time.
-    pub queue_depth: usize,
+    /// Reads of up to 1 MiB under way at a time. Not given: what the drive measured at the start needs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub queue_depth: Option<usize>,
     /// Blocks on the device beyond the one in use.
     pub prefetch_ahead: usize,
+    /// Blocks that the experts of a layer are dealt over; a divisor of their number. Not given: as few as
+    /// leave room for all slots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_groups: Option<usize>,
     /// Largest block that a slot may hold.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slot_budget: Option<Size>,
@@ -80,8 +85,9 @@ impl Default for StreamConfig {
             ram: None,
             shards: None,
             read: ReadMethod::Auto,
-            queue_depth: options.queue_depth,
+            queue_depth: None,
             prefetch_ahead: options.prefetch_ahead,
+            expert_groups: None,
             slot_budget: None,
             chunk: Size { num_bytes: options.chunk_bytes as u64 },
             num_chunks: options.num_chunks,
@@ -107,7 +113,7 @@ impl StreamConfig {
             chunk_bytes: bytes(self.chunk)?,
             num_chunks: self.num_chunks,
             read: self.read,
-            queue_depth: self.queue_depth,
+            queue_depth: self.queue_depth.unwrap_or(StreamOptions::default().queue_depth),
             ..StreamOptions::default()
         })
     }

@@ -9,16 +9,21 @@ use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::execute::{Executor, ExecutorOptions};
 use blockstreamer_core::plan::Plan;
+use blockstreamer_core::read::DriveSetting;
+use blockstreamer_core::site::Site;
 use blockstreamer_core::source::{BlockSource, TieredSource};
 use blockstreamer_core::stream::StreamOptions;
 use tch::Device;
 
-use super::{Job, Memory, OpenModel, Planner, Precision, StreamConfig};
+use super::{Cut, Fitted, Job, Memory, OpenModel, Planner, Precision, StreamConfig, Trained};
 use crate::plugins::Registry;
 use crate::size::Size;
 
 /// Plans that are tried when memory runs out: the last has 0.85^4, about half, of the first one's.
 const NUM_ATTEMPTS: usize = 5;
+
+/// Makes an adapter for a model's sites, or none.
+pub type MakeAdapter<'a> = dyn Fn(&[Site]) -> Result<Option<Box<dyn Adapter>>> + 'a;
 
 /// How to execute a model.
 #[derive(Debug, Clone, Copy)]
@@ -48,34 +53,68 @@ pub struct Launched {
     pub plan: Plan,
     /// Where its blocks come from.
     pub source: Arc<dyn BlockSource>,
+    /// Blocks that the experts of a layer are dealt over.
+    pub num_expert_groups: usize,
 }
 
 impl Launch<'_> {
-    /// Plans, loads what stays, and reports the plan. `adapter` makes the adapter, for each attempt anew.
+    /// Plans, loads what stays, and reports the plan. `adapter` makes the adapter for the model's sites, for
+    /// each attempt anew.
     ///
     /// When memory runs out, it is tried again with less, and a warning says what was given up.
     ///
     /// # Errors
     /// Whatever is wrong with settings, files or adapter; what ran out when no smaller plan is left.
-    pub fn start(
-        &self,
-        adapter: &dyn Fn() -> Result<Option<Box<dyn Adapter>>>,
-    ) -> Result<Launched> {
-        let files = self.open.source(self.stream)?;
+    pub fn start(&self, adapter: &MakeAdapter<'_>) -> Result<Launched> {
         let kind = self.dtype.kind(self.device);
-        let first = adapter()?;
-        let mut planner = Planner::new(
-            self.stream,
-            Arc::clone(&files),
-            &*self.open.model,
-            first.as_deref(),
-            self.job,
-            self.device.is_cuda(),
-            kind,
-        )?;
+        let first = adapter(&self.open.model.sites()?)?;
         let memory = Memory::of(self.stream, self.device)?;
+        let cut = Cut {
+            registry: self.registry,
+            open: self.open,
+            stream: self.stream,
+            job: self.job,
+            is_cuda: self.device.is_cuda(),
+            kind,
+        };
+        let trained = Trained::of(first.as_deref(), &self.open.layout.blocks);
+        let mut fitted = cut.fit(&trained, memory, 1)?;
+        // An adapter names blocks, which are others when layers are cut otherwise.
+        let mut first = fitted.reopened.is_none().then_some(first);
+        loop {
+            let Fitted { reopened, source, planner } = fitted;
+            let open = reopened.as_ref().unwrap_or(self.open);
+            if self.stream.check_finite {
+                open.layout.check_finite(&*source)?;
+            }
+            let error = match self.load(open, &source, planner, memory, first.take(), adapter) {
+                Ok(launched) => return Ok(launched),
+                Err(error) => error,
+            };
+            let num_groups = open.options.num_expert_groups;
+            let finer = cut.candidates().into_iter().find(|groups| *groups > num_groups);
+            let (Some(finer), Some(Exhausted::Device)) = (finer, exhausted(&error)) else {
+                return Err(error);
+            };
+            tracing::warn!("memory ran out ({error:#}): dealing the experts over more blocks");
+            fitted = cut.fit(&trained, memory, finer)?;
+        }
+    }
+
+    /// Plans and loads a model that is cut already. `first` is the adapter, if it was made for this cut.
+    fn load(
+        &self,
+        open: &OpenModel,
+        files: &Arc<dyn BlockSource>,
+        mut planner: Planner<'_>,
+        memory: Memory,
+        mut first: Option<Option<Box<dyn Adapter>>>,
+        adapter: &MakeAdapter<'_>,
+    ) -> Result<Launched> {
+        let kind = self.dtype.kind(self.device);
+        let sites = open.model.sites()?;
         let plan = planner.first_plan(memory, self.device, kind)?;
-        let mut first = Some(first);
+        let drive = planner.drive();
         let mut loaded: Option<(Vec<BlockIndex>, Arc<dyn BlockSource>)> = None;
         let (plan, (executor, source)) = degrade(
             plan,
@@ -85,21 +124,22 @@ impl Launch<'_> {
                 tracing::info!("the plan\n{plan}");
                 let adapter = match first.take() {
                     Some(adapter) => adapter,
-                    None => adapter()?,
+                    None => adapter(&sites)?,
                 };
                 // Less of the device may leave what is in host memory as it was.
                 let source = match loaded.take() {
                     Some((in_ram, source)) if in_ram == plan.in_ram => source,
-                    _ => self.tiered(&files, plan)?,
+                    _ => self.tiered(files, plan)?,
                 };
                 loaded = Some((plan.in_ram.clone(), Arc::clone(&source)));
-                let model = self.open.reopen(self.registry)?;
+                let model = open.reopen(self.registry)?;
                 let executor =
-                    Executor::new(model, Arc::clone(&source), adapter, self.options(plan)?)?;
+                    Executor::new(model, Arc::clone(&source), adapter, self.options(plan, drive)?)?;
                 Ok((executor, source))
             },
         )?;
-        Ok(Launched { executor, plan, source })
+        let num_expert_groups = open.options.num_expert_groups;
+        Ok(Launched { executor, plan, source, num_expert_groups })
     }
 
     /// The source with the plan's blocks in host memory.
@@ -121,8 +161,11 @@ impl Launch<'_> {
         Ok(Arc::new(tiered))
     }
 
-    fn options(&self, plan: &Plan) -> Result<ExecutorOptions> {
-        let stream = self.stream.options()?;
+    fn options(&self, plan: &Plan, drive: Option<DriveSetting>) -> Result<ExecutorOptions> {
+        let mut stream = self.stream.options()?;
+        if let (None, Some(drive)) = (self.stream.queue_depth, drive) {
+            stream.queue_depth = drive.queue_depth();
+        }
         Ok(ExecutorOptions {
             stream: StreamOptions {
                 prefetch_ahead: stream.prefetch_ahead.min(plan.num_slots.saturating_sub(1)),
@@ -215,6 +258,7 @@ mod tests {
         let demand =
             Demand { graph_bytes: vec![0; 10], forward_flops: vec![0.0; 10], ..Demand::default() };
         Plan::new(&PlanRequest {
+            first_block: 0,
             blocks: &blocks,
             fetch_from_disk: &[Traffic { disk_bytes: 1 << 20, link_bytes: 1 << 20 }; 10],
             pass: Pass::Inference,

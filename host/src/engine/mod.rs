@@ -1,6 +1,7 @@
 //! From a model folder and settings to something that can be executed.
 
 mod config;
+mod grouping;
 mod launch;
 mod planning;
 mod rates;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::checkpoint::{Checkpoint, Layout};
 use blockstreamer_core::device::load_cuda;
-use blockstreamer_core::family::Model;
+use blockstreamer_core::family::{Model, ModelOptions};
 use blockstreamer_core::source::shards::ShardSource;
 use blockstreamer_core::source::{BlockSource, SafetensorsSource};
 use serde::{Deserialize, Serialize};
@@ -20,8 +21,9 @@ use tch::{Device, Kind};
 use crate::plugins::Registry;
 
 pub use config::{StreamConfig, Tier};
-pub use launch::{Launch, Launched};
-pub use planning::{Job, Memory, Planner};
+pub use grouping::{Cut, Fitted};
+pub use launch::{Launch, Launched, MakeAdapter};
+pub use planning::{Job, Memory, Planner, Trained};
 
 /// Compute dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
@@ -91,6 +93,8 @@ pub struct OpenModel {
     pub checkpoint: Checkpoint,
     /// The family's model of it.
     pub model: Box<dyn Model>,
+    /// What was decided about it.
+    pub options: ModelOptions,
     /// Its tensors as blocks.
     pub layout: Layout,
 }
@@ -100,13 +104,13 @@ impl OpenModel {
     ///
     /// # Errors
     /// When the folder is no complete model, or no family found takes it.
-    pub fn open(registry: &Registry, directory: &Path) -> Result<Self> {
+    pub fn open(registry: &Registry, directory: &Path, options: ModelOptions) -> Result<Self> {
         let checkpoint = Checkpoint::open(directory)?;
         let model = registry
-            .open_model(&checkpoint.config_json)
+            .open_model(&checkpoint.config_json, &options)
             .with_context(|| format!("cannot open the model in {}", directory.display()))?;
-        let layout = Layout::of(&checkpoint, &*model)?;
-        Ok(Self { directory: directory.to_owned(), checkpoint, model, layout })
+        let layout = Layout::of(&checkpoint, &*model, &options)?;
+        Ok(Self { directory: directory.to_owned(), checkpoint, model, options, layout })
     }
 
     /// The model once more, for another executor.
@@ -115,7 +119,7 @@ impl OpenModel {
     /// As [`OpenModel::open`].
     pub fn reopen(&self, registry: &Registry) -> Result<Box<dyn Model>> {
         registry
-            .open_model(&self.checkpoint.config_json)
+            .open_model(&self.checkpoint.config_json, &self.options)
             .with_context(|| format!("cannot open the model in {}", self.directory.display()))
     }
 
@@ -131,9 +135,6 @@ impl OpenModel {
                 Arc::new(ShardSource::open(shards, Some(&identity))?.with_verify(config.verify))
             }
         };
-        if config.check_finite {
-            self.layout.check_finite(&*source)?;
-        }
         Ok(source)
     }
 }

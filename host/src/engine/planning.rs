@@ -1,16 +1,19 @@
 //! From settings, machine and model to a residency plan.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use blockstreamer_core::Error;
-use blockstreamer_core::adapter::{Adapter, lowest_trainable_block};
+use blockstreamer_core::adapter::Adapter;
+use blockstreamer_core::block::{BlockIndex, BlockSpec};
 use blockstreamer_core::execute::ExecutorOptions;
 use blockstreamer_core::family::Model;
 use blockstreamer_core::plan::{
     Demand, Pass, Plan, PlanRequest, Rates, Tier, Traffic, Workload, device_budget_bytes,
     host_budget_bytes,
 };
+use blockstreamer_core::read::DriveSetting;
 use blockstreamer_core::source::BlockSource;
 use tch::{Device, Kind};
 
@@ -27,6 +30,34 @@ pub struct Job {
     pub tokens: usize,
     /// Most micro-batches of one visit.
     pub num_micro_batches: usize,
+    /// Most patches of the pictures of one micro-batch; 0 when there are no pictures.
+    pub patches: usize,
+}
+
+/// What an adapter trains.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Trained {
+    /// Values in all of its tensors.
+    pub num_values: usize,
+    /// Names of the blocks that it touches, which mean the same however layers are cut.
+    pub blocks: BTreeSet<String>,
+}
+
+impl Trained {
+    /// What `adapter` trains of a model with these blocks.
+    pub fn of(adapter: Option<&dyn Adapter>, blocks: &[BlockSpec]) -> Self {
+        let trainables = adapter.map_or(&[][..], |adapter| adapter.trainables());
+        let touched = trainables.iter().flat_map(|trainable| &trainable.blocks);
+        Self {
+            num_values: trainables.iter().map(|trainable| trainable.tensor.numel()).sum(),
+            blocks: touched.filter_map(|it| Some(blocks.get(it.0)?.name.clone())).collect(),
+        }
+    }
+
+    /// The lowest of `blocks` that it touches.
+    fn lowest(&self, blocks: &[BlockSpec]) -> Option<BlockIndex> {
+        blocks.iter().position(|block| self.blocks.contains(&block.name)).map(BlockIndex)
+    }
 }
 
 /// Memory that a run may use.
@@ -85,10 +116,12 @@ pub struct Planner<'a> {
     source: Arc<dyn BlockSource>,
     fetch_from_disk: Vec<Traffic>,
     pass: Pass,
+    first_block: usize,
     demand: Demand,
     staging_bytes: u64,
     num_slots: usize,
     rates: Rates,
+    drive: Option<DriveSetting>,
 }
 
 impl<'a> Planner<'a> {
@@ -100,29 +133,37 @@ impl<'a> Planner<'a> {
         config: &'a StreamConfig,
         source: Arc<dyn BlockSource>,
         model: &dyn Model,
-        adapter: Option<&dyn Adapter>,
+        trained: &Trained,
         job: Job,
         is_cuda: bool,
         kind: Kind,
     ) -> Result<Self> {
         let blocks = source.blocks();
         let num_streamed = blocks.iter().filter(|block| block.placement.is_streamed()).count();
-        let trainables = adapter.map_or(&[][..], |adapter| adapter.trainables());
+        let plans = model.weights()?.blocks;
+        let num_vision_blocks = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        let first_block = if job.patches > 0 { 0 } else { num_vision_blocks };
         let pass = match job.trains {
             true => Pass::Training {
-                lowest: lowest_trainable_block(trainables).filter(|block| block.0 < num_streamed),
+                lowest: trained
+                    .lowest(&blocks[first_block..num_streamed])
+                    .map(|block| BlockIndex(first_block + block.0)),
             },
             false => Pass::Inference,
         };
         let dimensions = model.dimensions();
         let workload = Workload {
+            num_vision_blocks,
+            patches: job.patches,
+            num_experts: dimensions.num_experts,
+            top_k: dimensions.num_experts_per_tok,
             tokens: job.tokens,
             num_micro_batches: job.num_micro_batches,
             hidden_size: dimensions.hidden_size,
             vocab_size: dimensions.vocab_size,
             compute_kind: kind,
             loss_chunk_bytes: ExecutorOptions::new(Device::Cpu, kind).loss_chunk_bytes,
-            num_trainable: trainables.iter().map(|trainable| trainable.tensor.numel()).sum(),
+            num_trainable: trained.num_values,
             is_cuda,
         };
         let demand = workload.demand(blocks, pass);
@@ -141,11 +182,18 @@ impl<'a> Planner<'a> {
             source,
             fetch_from_disk,
             pass,
+            first_block,
             demand,
             staging_bytes,
             num_slots: options.prefetch_ahead.saturating_add(1),
             rates: Rates::default(),
+            drive: None,
         })
+    }
+
+    /// How the drive is read best with little memory, when it was measured.
+    pub fn drive(&self) -> Option<DriveSetting> {
+        self.drive
     }
 
     /// The rates known so far.
@@ -164,6 +212,7 @@ impl<'a> Planner<'a> {
     fn plan_in(&self, memory: Memory, only: Option<Tier>) -> Result<Plan, Error> {
         Plan::new(&PlanRequest {
             blocks: self.source.blocks(),
+            first_block: self.first_block,
             fetch_from_disk: &self.fetch_from_disk,
             pass: self.pass,
             num_slots: self.num_slots,
@@ -190,7 +239,7 @@ impl<'a> Planner<'a> {
             Ok(plan) if plan.later == Traffic::default() => Ok(plan),
             Ok(plan) => {
                 let reads = plan.later.disk_bytes > 0;
-                self.rates = measure(device, kind, &*self.source, reads);
+                (self.rates, self.drive) = measure(device, kind, &*self.source, reads);
                 Ok(self.plan(memory)?)
             }
             Err(error) if memory.is_asked => Err(error.into()),
@@ -205,7 +254,7 @@ impl<'a> Planner<'a> {
 
     /// Measures all rates, for predictions of plans to come.
     pub fn measure(&mut self, device: Device, kind: Kind) {
-        self.rates = measure(device, kind, &*self.source, true);
+        (self.rates, self.drive) = measure(device, kind, &*self.source, true);
     }
 
     /// A plan for a GPU of `memory` that this machine does not have.

@@ -5,6 +5,7 @@ use std::time::Instant;
 use blockstreamer_core::Result;
 use blockstreamer_core::device::host_to_device_gb_per_s;
 use blockstreamer_core::plan::Rates;
+use blockstreamer_core::read::{DriveSetting, drive_gb_per_s};
 use blockstreamer_core::source::BlockSource;
 use tch::{Device, Kind, Tensor};
 
@@ -27,8 +28,16 @@ pub(super) const ASSUMED: Rates = Rates {
 
 /// Rates of `device`, the link to it and, when it is going to be read, the drive under `source`. What
 /// cannot be measured is left out.
-pub(super) fn measure(device: Device, kind: Kind, source: &dyn BlockSource, reads: bool) -> Rates {
+/// Also how the drive is read best with little memory.
+pub(super) fn measure(
+    device: Device,
+    kind: Kind,
+    source: &dyn BlockSource,
+    reads: bool,
+) -> (Rates, Option<DriveSetting>) {
     let start = Instant::now();
+    let drive = reads.then(|| drive_gb_per_s(&source.files(), DISK_BYTES));
+    let lean = drive.as_ref().and_then(|drive| Some(drive.as_ref().ok()?.lean));
     let known = |what: &str, rate: Result<f64>| match rate {
         Ok(rate) => Some(rate),
         Err(error) => {
@@ -38,7 +47,8 @@ pub(super) fn measure(device: Device, kind: Kind, source: &dyn BlockSource, read
     };
     let is_cuda = device.is_cuda();
     let rates = Rates {
-        disk_gb_per_s: reads.then(|| known("the drive", drive_gb_per_s(source))).flatten(),
+        disk_gb_per_s: drive
+            .and_then(|drive| known("the drive", drive.map(|drive| drive.gb_per_s))),
         // On the CPU a read fills the slot itself, and a kernel reads the same memory.
         link_gb_per_s: is_cuda
             .then(|| known("the link", host_to_device_gb_per_s(device, LINK_BYTES)))
@@ -47,12 +57,7 @@ pub(super) fn measure(device: Device, kind: Kind, source: &dyn BlockSource, read
         tflops: known("arithmetic", tflops(device, kind)),
     };
     tracing::debug!(?rates, seconds = start.elapsed().as_secs_f64(), "measured");
-    rates
-}
-
-/// The drive under the files of `source`, past the page cache.
-fn drive_gb_per_s(source: &dyn BlockSource) -> Result<f64> {
-    Ok(blockstreamer_core::read::drive_gb_per_s(&source.files(), DISK_BYTES)?.gb_per_s)
+    (rates, lean)
 }
 
 /// Matrix products of a square that fills the device.

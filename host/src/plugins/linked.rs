@@ -3,4 +3,4 @@
 //! Naming a crate here is enough: its entry in the inventory comes with it.
 
 #[cfg(feature = "static-plugins")]
-use blockstreamer_qwen3_vl as _;
+use {blockstreamer_gpt_oss as _, blockstreamer_qwen3_vl as _};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use blockstreamer_core::family::{FamilySize, Model, ModelFamily};
+use blockstreamer_core::family::{FamilySize, Model, ModelFamily, ModelOptions};
 use blockstreamer_core::{Error, Result, plugin};
 use serde::Deserialize;
 
@@ -183,8 +183,8 @@ impl Registry {
     ///
     /// # Errors
     /// As [`Registry::family_of`] and [`ModelFamily::open`].
-    pub fn open_model(&self, config_json: &str) -> Result<Box<dyn Model>> {
-        self.family_of(config_json)?.family().open(config_json)
+    pub fn open_model(&self, config_json: &str, options: &ModelOptions) -> Result<Box<dyn Model>> {
+        self.family_of(config_json)?.family().open(config_json, options)
     }
 
     /// The families, their model types, and how many plugins were refused, for messages.
@@ -240,7 +240,7 @@ mod tests {
             Ok(Vec::new())
         }
 
-        fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
+        fn open(&self, config_json: &str, _options: &ModelOptions) -> Result<Box<dyn Model>> {
             panic!("asked to open {config_json}")
         }
 
@@ -261,7 +261,9 @@ mod tests {
         let registry = Registry::linked();
         let found = registry.family("linked").unwrap();
         assert_eq!(found.path, None);
-        let error = registry.open_model(r#"{"model_type": "linked_type"}"#).unwrap_err();
+        let error = registry
+            .open_model(r#"{"model_type": "linked_type"}"#, &ModelOptions::default())
+            .unwrap_err();
         assert!(matches!(&error, Error::PluginPanic { method: "open", .. }), "{error}");
         let listing = crate::commands::families::to_json(&registry);
         assert_eq!(listing["families"][0]["linked"], true);

@@ -4,10 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::{LayerRule, LoraOptions, LoraShape, ModuleRule};
+use blockstreamer_core::family::ModelOptions;
 use blockstreamer_core::optimizer::{Decay, OptimizerOptions};
+use blockstreamer_core::weights::ExpertLayout;
 use serde::{Deserialize, Serialize};
 
-use crate::data::Overflow;
+use crate::cli::ExpertArgs;
+use crate::data::{Overflow, PixelLimits};
 use crate::engine::{Precision, StreamConfig};
 use crate::size::Size;
 
@@ -44,12 +47,25 @@ pub struct RunConfig {
     pub device: String,
     /// Compute dtype; `auto`: bf16 on CUDA, fp32 on the CPU.
     pub dtype: Precision,
+    /// How experts lie in the model's files, where their shapes cannot tell: `in_out`, `out_in`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_layout: Option<ExpertLayout>,
     /// The adapter.
     pub lora: LoraConfig,
     /// Streaming.
     pub stream: StreamConfig,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
+}
+
+impl RunConfig {
+    /// What it decides about the model.
+    pub fn model_options(&self) -> ModelOptions {
+        ModelOptions {
+            num_expert_groups: self.stream.expert_groups.unwrap_or(1),
+            expert_layout: self.expert_layout,
+        }
+    }
 }
 
 impl Default for RunConfig {
@@ -69,6 +85,7 @@ impl Default for RunConfig {
             keep_checkpoints: 3,
             device: "auto".into(),
             dtype: Precision::Auto,
+            expert_layout: None,
             lora: LoraConfig::default(),
             stream: StreamConfig::default(),
             optimizer: OptimizerConfig::default(),
@@ -90,6 +107,9 @@ pub struct LoraConfig {
     pub rslora: bool,
     /// Names, `all-linear`, or a regular expression over module paths.
     pub target_modules: ModuleRule,
+    /// Parameters, by path or the end of one: `mlp.experts.down_proj`. Experts and routers are parameters.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub target_parameters: Vec<String>,
     /// Modules left out of these.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exclude_modules: Option<ModuleRule>,
@@ -99,6 +119,8 @@ pub struct LoraConfig {
     /// Only these layers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<Vec<usize>>,
+    /// Whether `all-linear` takes in the vision tower.
+    pub vision: bool,
 }
 
 impl Default for LoraConfig {
@@ -109,9 +131,11 @@ impl Default for LoraConfig {
             dropout: 0.0,
             rslora: false,
             target_modules: ModuleRule::all_linear(),
+            target_parameters: Vec::new(),
             exclude_modules: None,
             top_fraction: None,
             layers: None,
+            vision: false,
         }
     }
 }
@@ -134,8 +158,10 @@ impl LoraConfig {
                 ..LoraShape::default()
             },
             target_modules: self.target_modules.clone(),
+            target_parameters: self.target_parameters.clone(),
             exclude_modules: self.exclude_modules.clone(),
             layers,
+            vision: self.vision,
             seed,
         })
     }
@@ -150,11 +176,30 @@ pub struct DataConfig {
     pub overflow: Overflow,
     /// Whether each epoch has its own order.
     pub shuffle: bool,
+    /// Fewest pixels of a picture after resizing. Not given, here and below: the model's own bound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_pixels: Option<usize>,
+    /// Most pixels of a picture, or of each frame of a film, after resizing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_pixels: Option<usize>,
+}
+
+impl DataConfig {
+    /// The bounds of pictures.
+    pub fn pixels(&self) -> PixelLimits {
+        PixelLimits { min_pixels: self.min_pixels, max_pixels: self.max_pixels }
+    }
 }
 
 impl Default for DataConfig {
     fn default() -> Self {
-        Self { path: PathBuf::new(), overflow: Overflow::Error, shuffle: true }
+        Self {
+            path: PathBuf::new(),
+            overflow: Overflow::Error,
+            shuffle: true,
+            min_pixels: None,
+            max_pixels: None,
+        }
     }
 }
 
@@ -166,6 +211,8 @@ impl<'de> Deserialize<'de> for DataConfig {
             path: Option<PathBuf>,
             overflow: Option<Overflow>,
             shuffle: Option<bool>,
+            min_pixels: Option<usize>,
+            max_pixels: Option<usize>,
         }
         let value = toml::Value::deserialize(deserializer)?;
         let default = Self::default();
@@ -177,6 +224,8 @@ impl<'de> Deserialize<'de> for DataConfig {
             path: settings.path.unwrap_or_default(),
             overflow: settings.overflow.unwrap_or(default.overflow),
             shuffle: settings.shuffle.unwrap_or(default.shuffle),
+            min_pixels: settings.min_pixels,
+            max_pixels: settings.max_pixels,
         })
     }
 }
@@ -247,6 +296,8 @@ pub struct Overrides {
     pub vram: Option<Size>,
     /// `--ram`
     pub ram: Option<Size>,
+    /// `--expert-layout` and `--expert-groups`
+    pub experts: ExpertArgs,
     /// `--set key=value`, in order.
     pub set: Vec<String>,
 }
@@ -302,6 +353,9 @@ impl RunConfig {
         }
         config.stream.vram = overrides.vram.or(config.stream.vram);
         config.stream.ram = overrides.ram.or(config.stream.ram);
+        let experts = overrides.experts;
+        config.stream.expert_groups = experts.expert_groups.or(config.stream.expert_groups);
+        config.expert_layout = experts.expert_layout.or(config.expert_layout);
         config.check()?;
         // So that config.toml, which lies elsewhere, means the same files.
         let paths = [&mut config.model, &mut config.data.path, &mut config.out];
@@ -323,6 +377,11 @@ impl RunConfig {
         }
         if !(self.learning_rate.is_finite() && self.learning_rate > 0.0) {
             bail!("learning_rate must be greater than 0, not {}", self.learning_rate);
+        }
+        if self.lora.dropout > 0.0 && !self.lora.target_parameters.is_empty() {
+            bail!(
+                "lora.dropout must be 0 with lora.target_parameters, which PEFT trains without dropout"
+            );
         }
         if self.keep_checkpoints == 0 {
             bail!("keep_checkpoints must be at least 1");
@@ -408,11 +467,18 @@ mod tests {
 
     #[test]
     fn the_effective_configuration_reads_back_as_itself() {
-        let config =
-            load(PATHS, &["lora.target_modules=[\"q_proj\"]", "stream.slot_budget=8GiB"]).unwrap();
-        let text = toml::to_string(&config).unwrap();
-        let again: RunConfig = toml::from_str(&text).unwrap();
-        assert_eq!(config, again, "{text}");
+        let names = "lora.target_modules=[\"q_proj\"]";
+        let parameters = "lora.target_parameters=[\"mlp.experts.down_proj\"]";
+        for set in [
+            &[names, "stream.slot_budget=8GiB", "data.max_pixels=4096"][..],
+            &[names, parameters],
+            &["lora.vision=true"],
+        ] {
+            let config = load(PATHS, set).unwrap();
+            let text = toml::to_string(&config).unwrap();
+            let again: RunConfig = toml::from_str(&text).unwrap();
+            assert_eq!(config, again, "{text}");
+        }
     }
 
     #[test]
@@ -422,6 +488,12 @@ mod tests {
             (PATHS.to_owned(), vec!["learning_rate=fast"], "learning_rate"),
             (PATHS.to_owned(), vec!["learning_rate=0"], "greater than 0"),
             (PATHS.to_owned(), vec!["steps=0"], "at least 1"),
+            (
+                PATHS.to_owned(),
+                vec!["lora.dropout=0.1", "lora.target_parameters=[\"mlp.experts.down_proj\"]"],
+                "lora.dropout must be 0",
+            ),
+            (PATHS.to_owned(), vec!["lora.target_parameters=mlp.gate.weight"], "target_parameters"),
             (PATHS.to_owned(), vec!["stepsfive"], "key=value"),
             ("model = '/m'\nout = '/o'".to_owned(), vec![], "--data"),
             ("model = ".to_owned(), vec![], "not TOML"),

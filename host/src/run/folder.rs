@@ -29,17 +29,25 @@ impl RunFolder {
         Ok(folder)
     }
 
+    /// The settings of an earlier run in this folder, as they took effect.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    pub fn earlier(&self) -> Result<RunConfig> {
+        let path = self.settings();
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        toml::from_str(&text).with_context(|| format!("{} is damaged", path.display()))
+    }
+
     /// Refuses settings other than those that an earlier run in this folder began with, where a change
     /// would make it another run: the adapter's shape, the rows and their order, the optimizer.
     ///
     /// # Errors
     /// When one differs from that in `config.toml`, naming it, or that file cannot be read.
     pub fn check_resumable(&self, config: &RunConfig) -> Result<()> {
-        let path = self.root.join("config.toml");
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("cannot read {}", path.display()))?;
-        let earlier: RunConfig =
-            toml::from_str(&text).with_context(|| format!("{} is damaged", path.display()))?;
+        let path = self.settings();
+        let earlier = self.earlier()?;
         let same = [
             ("model", earlier.model == config.model),
             ("data", earlier.data == config.data),
@@ -47,6 +55,7 @@ impl RunFolder {
             ("batch_size", earlier.batch_size == config.batch_size),
             ("micro_batches", earlier.micro_batches == config.micro_batches),
             ("sequence_length", earlier.sequence_length == config.sequence_length),
+            ("expert_layout", earlier.expert_layout == config.expert_layout),
             ("[lora]", earlier.lora == config.lora),
             ("optimizer.name", earlier.optimizer.name == config.optimizer.name),
         ];
@@ -74,7 +83,12 @@ impl RunFolder {
             remove_all_partials(folder)?;
         }
         let text = toml::to_string(config).context("the settings cannot be written as TOML")?;
-        Ok(write_file(&self.root.join("config.toml"), text.as_bytes())?)
+        Ok(write_file(&self.settings(), text.as_bytes())?)
+    }
+
+    /// The settings as they took effect.
+    fn settings(&self) -> PathBuf {
+        self.root.join("config.toml")
     }
 
     /// One JSON object per optimizer step.

@@ -1,20 +1,30 @@
 //! The rows of a model's run as batches.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockstreamer_core::vision::Media;
 
-use crate::data::{BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, Tokenizer};
+use crate::data::{
+    BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, PixelLimits, Processor,
+    Tokenizer, Vision,
+};
 use crate::engine::OpenModel;
+use crate::plugins::Registry;
 
-/// Tokenises the JSONL file `path` with the model's own tokenizer and chat template.
+/// Tokenises the JSONL file `path` with the model's own tokenizer and chat template, and finds its pictures. Where
+/// this template does not tell what the assistant says, and the one of the model's family prints the same text and
+/// does, that is asked.
 ///
 /// # Errors
-/// Whatever is wrong with the rows, the tokenizer or the sizes asked for, naming file and line.
+/// Whatever is wrong with the rows, the pictures, the tokenizer or the sizes asked for, naming file and line.
 pub fn load_rows(
+    registry: &Registry,
     open: &OpenModel,
     path: &Path,
     rows: DatasetOptions,
+    pixels: PixelLimits,
     batches: BatchOptions,
 ) -> Result<Batches> {
     let tokenizer = Tokenizer::load(&open.directory)?;
@@ -26,8 +36,24 @@ pub fn load_rows(
             dimensions.max_position_embeddings
         );
     }
-    let template = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
-    let dataset = Dataset::load(path, &tokenizer, template.as_ref(), rows)?;
+    let own = ChatTemplate::find(&open.directory, tokenizer.special_tokens())?;
+    let config_json = &open.checkpoint.config_json;
+    let format = registry.family_of(config_json)?.family().chat_format(config_json);
+    let template = match (own, format) {
+        (Some(own), Ok(format)) => Some(own.with_marked_twin(&format.chat_template)?),
+        (own, _) => own,
+    };
+    let processor = match open.model.vision_format()? {
+        Some(format) => Some(Processor::new(format, &open.directory, pixels)?),
+        None if pixels != PixelLimits::default() => {
+            bail!("data.min_pixels and data.max_pixels are for pictures, and this model takes none")
+        }
+        None => None,
+    };
+    let media_text = |media: &Media| open.model.media_text(media);
+    let vision = processor
+        .map(|processor| Vision { processor: Arc::new(processor), media_text: &media_text });
+    let dataset = Dataset::load(path, &tokenizer, template.as_ref(), vision, rows)?;
     if dataset.num_skipped > 0 || dataset.num_truncated > 0 {
         tracing::warn!(
             "{} rows are longer than {} tokens and were left out, {} lost their end",

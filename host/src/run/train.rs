@@ -7,6 +7,7 @@ use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::device::{memory_stats, set_deterministic};
 use blockstreamer_core::execute::{Executor, StepOptions};
 use blockstreamer_core::optimizer::{Optimizer, Schedule, by_name};
+use blockstreamer_core::site::Site;
 use blockstreamer_core::stream::StreamStats;
 
 use super::checkpoint::{self, Checkpoint};
@@ -64,7 +65,17 @@ pub fn train(
     // Kernels that add in one fixed order: a resumed run then repeats the bits of an uninterrupted one.
     set_deterministic(true)?;
     let folder = RunFolder::open(&config.out, resume)?;
-    let open = OpenModel::open(registry, &config.model)?;
+    // In 16 bits a token's experts are rounded once per block: a run goes on as it was cut.
+    let mut stream = config.stream.clone();
+    if resume
+        && stream.expert_groups.is_none()
+        && let Ok(earlier) = folder.earlier()
+    {
+        stream.expert_groups = earlier.stream.expert_groups;
+    }
+    let effective = RunConfig { stream, ..config.clone() };
+    let config = &effective;
+    let open = OpenModel::open(registry, &config.model, config.model_options())?;
     let rows =
         DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
     let order = BatchOptions {
@@ -73,7 +84,8 @@ pub fn train(
         seed: config.seed,
         shuffle: config.data.shuffle,
     };
-    let mut batches = load_rows(&open, &config.data.path, rows, order)?;
+    let mut batches =
+        load_rows(registry, &open, &config.data.path, rows, config.data.pixels(), order)?;
     let total_steps = config.steps.unwrap_or_else(|| batches.num_steps(config.epochs));
 
     let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
@@ -85,12 +97,11 @@ pub fn train(
             config.out.display()
         );
     }
-    let sites = open.model.sites()?;
     let lora = config.lora.options(config.seed)?;
-    let adapter = || -> Result<Box<dyn Adapter>> {
+    let adapter = |sites: &[Site]| -> Result<Box<dyn Adapter>> {
         Ok(match &saved {
-            Some(saved) => Box::new(Lora::import(&saved.adapter(), &sites, device)?),
-            None => Box::new(Lora::new(&sites, &lora, device)?),
+            Some(saved) => Box::new(Lora::import(&saved.adapter(), sites, device)?),
+            None => Box::new(Lora::new(sites, &lora, device)?),
         })
     };
     let mut optimizer = by_name(&config.optimizer.name, config.optimizer.options())?;
@@ -102,7 +113,8 @@ pub fn train(
     if completed_steps >= total_steps {
         // It may have been killed between its last checkpoint and this.
         if !folder.adapter().exists() {
-            adapter()?.export(&folder.adapter(), &base_model.to_string_lossy())?;
+            adapter(&open.model.sites()?)?
+                .export(&folder.adapter(), &base_model.to_string_lossy())?;
         }
         bail!(
             "the run in {} has done all its {total_steps} steps, its adapter is in {}: raise steps to go on",
@@ -121,12 +133,18 @@ pub fn train(
             trains: true,
             tokens: config.batch_size * batches.longest_row(),
             num_micro_batches: config.micro_batches,
+            patches: batches.max_patches(),
         },
         seed: config.seed,
     };
-    let executor = launch.start(&|| Ok(Some(adapter()?)))?.executor;
+    let started = launch.start(&|sites| Ok(Some(adapter(sites)?)))?;
+    let executor = started.executor;
+    let mut effective = config.clone();
+    if open.model.dimensions().num_experts > 0 {
+        effective.stream.expert_groups = Some(started.num_expert_groups);
+    }
     // Only now is something written: a run that cannot start leaves nothing to be in its way.
-    folder.create(config)?;
+    folder.create(&effective)?;
     let mut run = Run {
         config,
         folder: &folder,
@@ -187,11 +205,30 @@ impl Run<'_> {
         let traced = first_traced..(first_traced + TRACED_STEPS).min(steps.end);
         let mut launched: Option<Launched> = None;
         for step in steps.clone() {
-            let rows = batches.step(step)?;
+            let rows = match batches.step(step) {
+                Ok(rows) => rows,
+                // What was learnt so far must not be lost for a damaged picture.
+                Err(error) if step > steps.start => {
+                    if let Some(last) = launched.take() {
+                        self.finish(last)?;
+                    }
+                    self.save(step, optimizer)?;
+                    return Err(anyhow::Error::from(error).context(format!(
+                        "the rows of step {} cannot be used; the {step} steps before it are saved: go on \
+                         with --resume once the rows are mended",
+                        step + 1
+                    )));
+                }
+                Err(error) => return Err(error.into()),
+            };
             if self.trace.is_some() && step == traced.start {
                 self.executor.stream().start_trace()?;
             }
-            let options = StepOptions { step, another_follows: step + 1 < steps.end };
+            let options = StepOptions {
+                step,
+                another_follows: step + 1 < steps.end,
+                next_has_vision: step + 1 < steps.end && batches.step_has_vision(step + 1),
+            };
             let next = self.stepper.launch(&rows.batches, optimizer, options, schedule.at(step))?;
             if let Some(before) = launched.replace(next) {
                 self.finish(before)?;
@@ -211,17 +248,22 @@ impl Run<'_> {
                 timeline::write(path, &stream.take_trace()?, stream.blocks())?;
             }
             if save {
-                checkpoint::save(
-                    &self.folder.checkpoints(),
-                    done,
-                    adapter_of(self.executor)?,
-                    &self.base_model,
-                    (&self.config.optimizer.name, optimizer),
-                    self.config.keep_checkpoints,
-                )?;
+                self.save(done, optimizer)?;
             }
         }
         Ok(())
+    }
+
+    /// Saves what `done` steps came to.
+    fn save(&self, done: u64, optimizer: &dyn Optimizer) -> Result<()> {
+        checkpoint::save(
+            &self.folder.checkpoints(),
+            done,
+            adapter_of(self.executor)?,
+            &self.base_model,
+            (&self.config.optimizer.name, optimizer),
+            self.config.keep_checkpoints,
+        )
     }
 
     fn finish(&mut self, launched: Launched) -> Result<()> {

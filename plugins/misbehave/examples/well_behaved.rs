@@ -3,7 +3,7 @@
 #[path = "../src/probe.rs"]
 mod probe;
 
-use blockstreamer_core::family::{ChatFormat, FamilySize, Model, ModelFamily};
+use blockstreamer_core::family::{ChatFormat, FamilySize, Model, ModelFamily, ModelOptions};
 use blockstreamer_core::{Error, Result, export_family};
 
 use probe::Probe;
@@ -24,7 +24,7 @@ impl ModelFamily for WellBehaved {
         Ok(vec![FamilySize { name: "tiny".into(), config_json }])
     }
 
-    fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
+    fn open(&self, config_json: &str, _options: &ModelOptions) -> Result<Box<dyn Model>> {
         let panic_in = Probe::panic_in("well-behaved", config_json)?;
         Ok(Box::new(Probe { panic_in }))
     }

@@ -12,7 +12,7 @@ mod probe;
 use std::ffi::{CString, c_char};
 use std::sync::LazyLock;
 
-use blockstreamer_core::family::{ChatFormat, FamilySize, Model, ModelFamily};
+use blockstreamer_core::family::{ChatFormat, FamilySize, Model, ModelFamily, ModelOptions};
 use blockstreamer_core::plugin::abi::{ABI, HostServices, Registrar};
 use blockstreamer_core::plugin::{self, FamilyEntry, fingerprint};
 use blockstreamer_core::{Error, Result, inventory};
@@ -58,7 +58,7 @@ impl ModelFamily for Misbehave {
         }])
     }
 
-    fn open(&self, config_json: &str) -> Result<Box<dyn Model>> {
+    fn open(&self, config_json: &str, _options: &ModelOptions) -> Result<Box<dyn Model>> {
         let panic_in = Probe::panic_in("misbehave", config_json)?;
         panic_if(&panic_in, "open");
         Ok(Box::new(Probe { panic_in }))
@@ -72,6 +72,11 @@ impl ModelFamily for Misbehave {
     fn chat_format(&self, config_json: &str) -> Result<ChatFormat> {
         panic_if(&Probe::panic_in("misbehave", config_json)?, "chat_format");
         Err(Error::NotSupported { operation: "chat_format", implementer: "misbehave".into() })
+    }
+
+    fn processor_files(&self, config_json: &str) -> Result<Vec<(String, Vec<u8>)>> {
+        panic_if(&Probe::panic_in("misbehave", config_json)?, "processor_files");
+        Ok(vec![("processor.json".into(), config_json.into())])
     }
 }
 

@@ -57,6 +57,8 @@ impl Model for Probe {
             hidden_size: 4,
             vocab_size: 8,
             num_hidden_layers: 1,
+            num_experts: 0,
+            num_experts_per_tok: 0,
             max_position_embeddings: 16,
             initializer_range_ppm: 20_000,
         }
@@ -75,7 +77,7 @@ impl Model for Probe {
 
     fn sites(&self) -> Result<Vec<Site>> {
         self.check("sites");
-        Ok(self.weights()?.linear_sites())
+        Ok(self.weights()?.sites())
     }
 
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {

@@ -2,23 +2,27 @@
 
 use blockstreamer_core::Result;
 use blockstreamer_core::config::ConfigSection;
-use blockstreamer_core::family::ChatFormat;
+use blockstreamer_core::family::{ChatFormat, special_token_ids};
 
 use crate::config::{Config, FAMILY};
 
 const PAD: &str = "<|endoftext|>";
 const END_OF_TURN: &str = "<|im_end|>";
+pub(crate) const VISION_START: &str = "<|vision_start|>";
+pub(crate) const VISION_END: &str = "<|vision_end|>";
+pub(crate) const IMAGE_PAD: &str = "<|image_pad|>";
+pub(crate) const VIDEO_PAD: &str = "<|video_pad|>";
 
 /// The tokens that template and configuration use, with their ids in the published tokenizer.
 const SPECIAL_TOKENS: [(&str, u32); 12] = [
     (PAD, 151_643),
     ("<|im_start|>", 151_644),
     (END_OF_TURN, 151_645),
-    ("<|vision_start|>", 151_652),
-    ("<|vision_end|>", 151_653),
+    (VISION_START, 151_652),
+    (VISION_END, 151_653),
     ("<|vision_pad|>", 151_654),
-    ("<|image_pad|>", 151_655),
-    ("<|video_pad|>", 151_656),
+    (IMAGE_PAD, 151_655),
+    (VIDEO_PAD, 151_656),
     ("<tool_call>", 151_657),
     ("</tool_call>", 151_658),
     ("<tool_response>", 151_665),
@@ -42,31 +46,15 @@ fn special_tokens(config_json: &str) -> Result<Vec<(String, u32)>> {
     let named = |token: &str| match token {
         PAD => ids.bos,
         END_OF_TURN => ids.eos,
-        "<|vision_start|>" => ids.vision_start,
-        "<|vision_end|>" => ids.vision_end,
-        "<|image_pad|>" => ids.image,
-        "<|video_pad|>" => ids.video,
+        VISION_START => Some(ids.vision_start),
+        VISION_END => Some(ids.vision_end),
+        IMAGE_PAD => Some(ids.image),
+        VIDEO_PAD => Some(ids.video),
         _ => None,
     };
-    let count = SPECIAL_TOKENS.len();
-    let published = SPECIAL_TOKENS.iter().all(|(_, id)| (*id as usize) < config.vocab_size);
-    let wrong = |message: String| -> Result<_> {
-        Err(ConfigSection::parse(FAMILY, config_json)?.error("text_config.vocab_size", message))
-    };
-    if config.vocab_size < count {
-        return wrong(format!("is {}, too small for {count} special tokens", config.vocab_size));
-    }
-    let taken: Vec<u32> = SPECIAL_TOKENS.iter().filter_map(|(token, _)| named(token)).collect();
-    if let Some(id) = taken.iter().find(|id| **id as usize >= config.vocab_size) {
-        return wrong(format!("is {}, but a special token has the id {id}", config.vocab_size));
-    }
-    let last = (config.vocab_size - count) as u32..config.vocab_size as u32;
-    let mut free = last.filter(|id| !taken.contains(id));
-    let assign = |(token, id): &(&str, u32)| {
-        let other = || if published { Some(*id) } else { free.next() };
-        Some((String::from(*token), named(token).or_else(other)?))
-    };
-    Ok(SPECIAL_TOKENS.iter().filter_map(assign).collect())
+    let root = ConfigSection::parse(FAMILY, config_json)?;
+    let text = root.section("text_config")?.unwrap_or(root);
+    special_token_ids(&text, &SPECIAL_TOKENS, named)
 }
 
 #[cfg(test)]
@@ -80,7 +68,7 @@ mod tests {
 
     #[test]
     fn published_sizes_have_the_published_ids() {
-        for size in sizes::names().filter(|size| *size != "tiny") {
+        for size in sizes::names().filter(|size| !size.starts_with("tiny")) {
             let format = format(&sizes::config_json(size).unwrap()).unwrap();
             let wanted = SPECIAL_TOKENS.map(|(token, id)| (token.to_owned(), id));
             assert_eq!(format.special_tokens, wanted, "{size}");

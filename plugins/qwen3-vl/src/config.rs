@@ -3,14 +3,23 @@
 //! Two spellings are in use: checkpoints as published (transformers 4.57: `rope_theta` beside
 //! `rope_scaling`), and checkpoints saved again by transformers 5 (`rope_parameters` holds both).
 
+mod moe;
+mod vision;
+
 use blockstreamer_core::Result;
 use blockstreamer_core::config::ConfigSection;
 use blockstreamer_core::numerics::interleaved_mrope_axes;
 
-pub(crate) const FAMILY: &str = "qwen3-vl";
-pub(crate) const MODEL_TYPE: &str = "qwen3_vl";
+pub(crate) use moe::MoeConfig;
+pub(crate) use vision::VisionConfig;
 
-/// The text side of a dense Qwen3-VL.
+pub(crate) const FAMILY: &str = "qwen3-vl";
+/// `model_type` of dense models.
+pub(crate) const DENSE: &str = "qwen3_vl";
+/// `model_type` of models with experts.
+pub(crate) const MOE: &str = "qwen3_vl_moe";
+
+/// A Qwen3-VL.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Config {
     pub(crate) vocab_size: usize,
@@ -29,6 +38,9 @@ pub(crate) struct Config {
     /// Whether the head is the embedding matrix. Only the top level of the file says so.
     pub(crate) tie_word_embeddings: bool,
     pub(crate) special_ids: SpecialIds,
+    /// `None`: a dense model.
+    pub(crate) moe: Option<MoeConfig>,
+    pub(crate) vision: VisionConfig,
 }
 
 /// Ids of special tokens that the file names.
@@ -36,18 +48,19 @@ pub(crate) struct Config {
 pub(crate) struct SpecialIds {
     pub(crate) bos: Option<u32>,
     pub(crate) eos: Option<u32>,
-    pub(crate) image: Option<u32>,
-    pub(crate) video: Option<u32>,
-    pub(crate) vision_start: Option<u32>,
-    pub(crate) vision_end: Option<u32>,
+    pub(crate) image: u32,
+    pub(crate) video: u32,
+    pub(crate) vision_start: u32,
+    pub(crate) vision_end: u32,
 }
 
 impl Config {
     pub(crate) fn parse(config_json: &str) -> Result<Self> {
         let root = ConfigSection::parse(FAMILY, config_json)?;
         let model_type: String = root.required("model_type")?;
-        if model_type != MODEL_TYPE {
-            return Err(root.error("model_type", format!("'{model_type}' is not {MODEL_TYPE}")));
+        if ![DENSE, MOE].contains(&model_type.as_str()) {
+            let message = format!("'{model_type}' is neither {DENSE} nor {MOE}");
+            return Err(root.error("model_type", message));
         }
         if root.section("quantization_config")?.is_some() {
             let message = "is not supported; use the checkpoint that is published in bf16";
@@ -55,7 +68,14 @@ impl Config {
         }
         let text =
             root.section("text_config")?.ok_or_else(|| root.error("text_config", "is missing"))?;
-        refuse_variants(&text)?;
+        refuse_variants(&text, &model_type)?;
+        let vision = root
+            .section("vision_config")?
+            .ok_or_else(|| root.error("vision_config", "is missing"))?;
+        let moe = match model_type == MOE {
+            true => Some(MoeConfig::parse(&text)?),
+            false => None,
+        };
 
         let positive = |key: &str| match text.required(key)? {
             0_usize => Err(text.error(key, "is 0")),
@@ -70,14 +90,17 @@ impl Config {
             );
             return Err(text.error("num_key_value_heads", message));
         }
-        let head_dim = text.optional("head_dim")?.unwrap_or(128);
+        let hidden_size = positive("hidden_size")?;
+        // transformers' defaults, which differ between the two models.
+        let usual = if moe.is_some() { hidden_size / num_attention_heads } else { 128 };
+        let head_dim = text.optional("head_dim")?.unwrap_or(usual);
         if head_dim == 0 || head_dim % 2 != 0 {
             return Err(text.error("head_dim", format!("is {head_dim}; it must be even")));
         }
         let (rope_theta, mrope_section) = rope(&text, head_dim)?;
         Ok(Self {
             vocab_size: positive("vocab_size")?,
-            hidden_size: positive("hidden_size")?,
+            hidden_size,
             intermediate_size: positive("intermediate_size")?,
             num_hidden_layers: positive("num_hidden_layers")?,
             num_attention_heads,
@@ -92,17 +115,25 @@ impl Config {
             special_ids: SpecialIds {
                 bos: text.optional("bos_token_id")?,
                 eos: text.optional("eos_token_id")?,
-                image: root.optional("image_token_id")?,
-                video: root.optional("video_token_id")?,
-                vision_start: root.optional("vision_start_token_id")?,
-                vision_end: root.optional("vision_end_token_id")?,
+                image: root.required("image_token_id")?,
+                video: root.required("video_token_id")?,
+                vision_start: root.required("vision_start_token_id")?,
+                vision_end: root.required("vision_end_token_id")?,
             },
+            moe,
+            vision: VisionConfig::parse(&vision, hidden_size)?,
         })
     }
 }
 
 /// Settings that would change the arithmetic of `model.rs` without changing a single shape.
-fn refuse_variants(text: &ConfigSection) -> Result<()> {
+fn refuse_variants(text: &ConfigSection, model_type: &str) -> Result<()> {
+    let nested: Option<String> = text.optional("model_type")?;
+    let known = [model_type.to_owned(), format!("{model_type}_text")];
+    if let Some(other) = nested.filter(|name| !known.contains(name)) {
+        let message = format!("'{other}' does not belong to a {model_type}");
+        return Err(text.error("model_type", message));
+    }
     if text.optional("attention_bias")?.unwrap_or(false) {
         return Err(text.error("attention_bias", "true is not supported; no Qwen3-VL has it"));
     }
@@ -110,10 +141,8 @@ fn refuse_variants(text: &ConfigSection) -> Result<()> {
     if let Some(other) = hidden_act.filter(|name| name != "silu") {
         return Err(text.error("hidden_act", format!("'{other}' is not supported (only silu)")));
     }
-    for key in ["num_experts", "num_local_experts"] {
-        if text.optional::<usize>(key)?.is_some_and(|count| count > 0) {
-            return Err(text.error(key, "says mixture of experts; only dense models are supported"));
-        }
+    if model_type == DENSE {
+        moe::refuse_experts(text)?;
     }
     Ok(())
 }
@@ -197,11 +226,28 @@ mod tests {
     }
 
     #[test]
+    fn the_ids_of_vision_tokens_must_be_named() {
+        for key in
+            ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
+        {
+            let mut config = tiny();
+            config.as_object_mut().unwrap().remove(key);
+            let error = parse(&config).unwrap_err().to_string();
+            assert!(error.contains(&format!("{key} is missing")), "{error}");
+        }
+    }
+
+    #[test]
     fn what_the_arithmetic_does_not_cover_is_refused_by_name() {
         for (key, value, wanted) in [
             ("attention_bias", json!(true), "text_config.attention_bias true"),
             ("hidden_act", json!("gelu"), "text_config.hidden_act 'gelu'"),
             ("num_experts", json!(128), "text_config.num_experts says mixture"),
+            (
+                "model_type",
+                json!("qwen3_vl_moe_text"),
+                "text_config.model_type 'qwen3_vl_moe_text'",
+            ),
             ("num_key_value_heads", json!(3), "num_key_value_heads is 3"),
             ("hidden_size", json!("64"), "text_config.hidden_size is \"64\""),
             ("hidden_size", json!(0), "text_config.hidden_size is 0"),
@@ -219,8 +265,7 @@ mod tests {
             let error = parse(&config).unwrap_err().to_string();
             assert!(error.contains(&format!("text_config.rope_scaling.{key}")), "{error}");
         }
-        for (key, value) in
-            [("model_type", json!("qwen3_vl_moe")), ("quantization_config", json!({}))]
+        for (key, value) in [("model_type", json!("qwen2_vl")), ("quantization_config", json!({}))]
         {
             let mut config = tiny();
             config[key] = value;

@@ -1,21 +1,26 @@
-//! The decoder of Qwen3-VL.
+//! Qwen3-VL: the decoder, and how its parts follow one another.
 
-use blockstreamer_core::Result;
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::context::{AttentionPattern, Context};
-use blockstreamer_core::family::{Model, ModelDimensions};
+use blockstreamer_core::family::{Model, ModelDimensions, ModelOptions};
 use blockstreamer_core::numerics::{
     apply_rotary, interleaved_mrope_axes, inverse_frequencies, rms_norm, rotary_tables,
     text_positions,
 };
+use blockstreamer_core::routed::{deal, receive};
 use blockstreamer_core::scope::{AttentionOptions, Scope};
 use blockstreamer_core::state::{HIDDEN, NamedTensors, State};
-use blockstreamer_core::tch::Tensor;
+use blockstreamer_core::tch::{Kind, Tensor};
+use blockstreamer_core::vision::{Media, POSITIONS, VisionFormat};
 use blockstreamer_core::weights::WeightTable;
+use blockstreamer_core::{Error, Result};
 
 use crate::config::Config;
-use crate::weights;
+use crate::prepare::{COORDINATES, ROWS, SEGMENTS, TAP_WEIGHTS, TAPS};
+use crate::vision::VISION;
+use crate::weights::Part;
+use crate::{media, moe, prepare, vision, weights};
 
 const COS: &str = "cos";
 const SIN: &str = "sin";
@@ -23,16 +28,31 @@ const SIN: &str = "sin";
 #[derive(Debug)]
 pub(crate) struct Qwen3VlModel {
     config: Config,
+    /// What each streamed block computes.
+    parts: Vec<Part>,
     inverse_frequencies: Vec<f32>,
     /// The position axis of each frequency: time, height or width.
     axes: Vec<i64>,
+    /// The same for the tower: row or column.
+    vision_frequencies: Vec<f32>,
+    vision_axes: Vec<i64>,
 }
 
 impl Qwen3VlModel {
-    pub(crate) fn new(config: Config) -> Result<Self> {
+    pub(crate) fn new(config: Config, options: &ModelOptions) -> Result<Self> {
+        let groups = match &config.moe {
+            Some(moe) => deal(moe.num_experts, options.num_expert_groups)?,
+            None => Vec::new(),
+        };
+        // Half of the tower's frequencies turn with the row, half with the column.
+        let by_axis = inverse_frequencies(config.vision.rope_theta, config.vision.head_dim() / 2)?;
+        let vision_axes = [vec![0; by_axis.len()], vec![1; by_axis.len()]].concat();
         Ok(Self {
+            parts: weights::parts(&config, &groups),
             inverse_frequencies: inverse_frequencies(config.rope_theta, config.head_dim)?,
             axes: interleaved_mrope_axes(config.mrope_section, config.head_dim / 2)?,
+            vision_frequencies: by_axis.repeat(2),
+            vision_axes,
             config,
         })
     }
@@ -68,6 +88,46 @@ impl Qwen3VlModel {
         let up = scope.linear("mlp.up_proj", x)?;
         scope.linear("mlp.down_proj", &gate.f_mul(&up)?)
     }
+
+    /// Attention of decoder layer `layer` with its residual, and what comes next, normed.
+    fn attend(
+        &self,
+        layer: usize,
+        scope: &dyn Scope,
+        context: &Context,
+        state: &mut State,
+    ) -> Result<(Tensor, Tensor)> {
+        let x = state.take(HIDDEN)?;
+        let x = vision::add_deepstack(context, state, layer.checked_sub(1), x)?;
+        let x =
+            x.f_add(&self.attention(scope, context, &self.norm(scope, "input_layernorm", &x)?)?)?;
+        let normed = self.norm(scope, "post_attention_layernorm", &x)?;
+        Ok((x, normed))
+    }
+
+    /// Hands the patches to the tower: into the state, and what the tower needs to know into the context.
+    fn embed_vision(
+        &self,
+        scope: &dyn Scope,
+        batch: &Batch,
+        context: &mut Context,
+        state: State,
+    ) -> Result<State> {
+        for name in [ROWS, TAPS, TAP_WEIGHTS] {
+            context.tensors.insert(name, batch.prepared.get(name)?.shallow_clone());
+        }
+        let segments = batch.prepared_on_host.get(SEGMENTS)?.shallow_clone();
+        context.on_host.insert(SEGMENTS, segments);
+        let coordinates = batch.prepared.get(COORDINATES)?;
+        let (frequencies, axes) = (&self.vision_frequencies, &self.vision_axes);
+        let (cos, sin) = rotary_tables(frequencies, axes, coordinates, 1.0, Kind::Float)?;
+        context.tensors.insert(vision::COS, cos);
+        context.tensors.insert(vision::SIN, sin);
+        let media = [&batch.images, &batch.videos].into_iter().flatten();
+        let patches: Vec<_> = media.map(|patches| &patches.pixels).collect();
+        let patches = Tensor::f_cat(&patches, 0)?.f_to_kind(scope.compute_kind())?;
+        Ok(state.with(VISION, patches))
+    }
 }
 
 impl Model for Qwen3VlModel {
@@ -76,57 +136,100 @@ impl Model for Qwen3VlModel {
             hidden_size: self.config.hidden_size,
             vocab_size: self.config.vocab_size,
             num_hidden_layers: self.config.num_hidden_layers,
+            num_experts: self.config.moe.as_ref().map_or(0, |moe| moe.num_experts),
+            num_experts_per_tok: self.config.moe.as_ref().map_or(0, |moe| moe.num_experts_per_tok),
             max_position_embeddings: self.config.max_position_embeddings,
             initializer_range_ppm: (self.config.initializer_range * 1e6).round() as u32,
         }
     }
 
     fn weights(&self) -> Result<WeightTable> {
-        Ok(weights::table(&self.config))
+        Ok(weights::table(&self.config, &self.parts))
     }
 
     fn ignores(&self, checkpoint_name: &str) -> Result<bool> {
         Ok(weights::ignores(&self.config, checkpoint_name))
     }
 
+    fn vision_format(&self) -> Result<Option<VisionFormat>> {
+        Ok(Some(media::vision_format(&self.config)))
+    }
+
+    fn media_text(&self, media: &Media) -> Result<String> {
+        media::text(&self.config, media)
+    }
+
+    fn prepare(&self, batch: &mut Batch) -> Result<()> {
+        prepare::prepare(&self.config, batch)
+    }
+
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {
         let hidden = scope.embedding("embed_tokens", &batch.input_ids)?;
-        // Text stands at the same place in time, height and width.
-        let positions = text_positions(batch)?.f_unsqueeze(0)?.f_expand([3, -1, -1], false)?;
+        let positions = match batch.has_vision() {
+            true => batch.prepared.get(POSITIONS)?.shallow_clone(),
+            // Text stands at the same place in time, height and width.
+            false => text_positions(batch)?.f_unsqueeze(0)?.f_expand([3, -1, -1], false)?,
+        };
         let (cos, sin) =
-            rotary_tables(&self.inverse_frequencies, &self.axes, &positions, hidden.kind())?;
-        let context = Context {
+            rotary_tables(&self.inverse_frequencies, &self.axes, &positions, 1.0, hidden.kind())?;
+        let mut context = Context {
             tensors: NamedTensors::new().with(COS, cos).with(SIN, sin),
+            on_host: NamedTensors::new(),
             attention: AttentionPattern {
                 causal: true,
                 key_mask: batch.attention_mask.as_ref().map(Tensor::shallow_clone),
                 segments: batch.segments.as_ref().map(Tensor::shallow_clone),
             },
         };
-        Ok((context, State::new().with(HIDDEN, hidden)))
+        let mut state = State::new().with(HIDDEN, hidden);
+        if batch.has_vision() {
+            state = self.embed_vision(scope, batch, &mut context, state)?;
+        }
+        Ok((context, state))
     }
 
     fn forward_block(
         &self,
-        _block: BlockIndex,
+        block: BlockIndex,
         scope: &dyn Scope,
         context: &Context,
         mut state: State,
     ) -> Result<State> {
-        let x = state.take(HIDDEN)?;
-        let x =
-            x.f_add(&self.attention(scope, context, &self.norm(scope, "input_layernorm", &x)?)?)?;
-        let x = x.f_add(&self.mlp(scope, &self.norm(scope, "post_attention_layernorm", &x)?)?)?;
-        Ok(state.with(HIDDEN, x))
+        let tower = &self.config.vision;
+        let part = self.parts.get(block.0).ok_or_else(|| {
+            Error::usage(format!("block {block} is none of the {} streamed ones", self.parts.len()))
+        })?;
+        match (part, &self.config.moe) {
+            (Part::VisionEmbed, _) => vision::embed(scope, context, state),
+            (Part::VisionBlock { deepstack, .. }, _) => {
+                vision::block(tower, scope, context, *deepstack, state)
+            }
+            (Part::VisionMerger, _) => vision::merge(tower, scope, context, state),
+            (Part::Router { layer }, Some(experts)) => {
+                let (x, normed) = self.attend(*layer, scope, context, &mut state)?;
+                moe::route(scope, experts.num_experts_per_tok, normed, state.with(HIDDEN, x))
+            }
+            (Part::Experts { experts, is_last, .. }, _) => {
+                receive(scope, "mlp.experts", &moe::shape(experts), *is_last, state)
+            }
+            (Part::Dense { layer } | Part::Router { layer }, _) => {
+                let (x, normed) = self.attend(*layer, scope, context, &mut state)?;
+                let x = x.f_add(&self.mlp(scope, &normed)?)?;
+                Ok(state.with(HIDDEN, x))
+            }
+        }
     }
 
     fn final_hidden(
         &self,
         scope: &dyn Scope,
-        _context: &Context,
+        context: &Context,
         mut state: State,
     ) -> Result<Tensor> {
-        self.norm(scope, "norm", &state.take(HIDDEN)?)
+        let x = state.take(HIDDEN)?;
+        let last = self.config.num_hidden_layers.checked_sub(1);
+        let x = vision::add_deepstack(context, &mut state, last, x)?;
+        self.norm(scope, "norm", &x)
     }
 
     fn logits(&self, scope: &dyn Scope, hidden: &Tensor) -> Result<Tensor> {

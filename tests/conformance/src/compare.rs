@@ -30,6 +30,25 @@ pub(crate) fn max_difference(
     Ok((if difference.is_nan() { f64::INFINITY } else { difference }, magnitude))
 }
 
+/// Length of the difference over that of `expected`, all values taken as one vector. Infinite when the
+/// shapes differ or a value is not a number.
+pub(crate) fn relative_distance(found: &Tensor, expected: &Tensor) -> Result<f64> {
+    let length = squared_distance(expected, &expected.f_zeros_like()?)?.sqrt();
+    let relative = squared_distance(found, expected)?.sqrt() / length.max(f64::MIN_POSITIVE);
+    Ok(if relative.is_nan() { f64::INFINITY } else { relative })
+}
+
+/// Squared length of the difference. Infinite when the shapes differ.
+pub(crate) fn squared_distance(found: &Tensor, expected: &Tensor) -> Result<f64> {
+    if found.size() != expected.size() {
+        return Ok(f64::INFINITY);
+    }
+    let plain =
+        |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double);
+    let difference = plain(found)?.f_sub(&plain(expected)?)?;
+    Ok(difference.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?)
+}
+
 /// Distance between neighbouring values of `kind` at `magnitude`.
 pub(crate) fn ulp(kind: Kind, magnitude: f64) -> f64 {
     let mantissa_bits = match kind {
@@ -59,6 +78,16 @@ mod tests {
         let nan = Tensor::from_slice(&[f32::NAN, 2.0, 3.0, 4.0]).view([2, 2]);
         assert_eq!(max_difference(&nan, &a, None).unwrap().0, f64::INFINITY);
         assert_eq!(max_difference(&a.view([4]), &a, None).unwrap().0, f64::INFINITY);
+    }
+
+    #[test]
+    fn a_distance_is_relative_to_the_expected_length() {
+        let expected = Tensor::from_slice(&[3.0_f32, 4.0]);
+        let found = Tensor::from_slice(&[3.0_f32, 3.0]);
+        assert_eq!(relative_distance(&found, &expected).unwrap(), 0.2);
+        let nan = Tensor::from_slice(&[f32::NAN, 4.0]);
+        assert_eq!(relative_distance(&nan, &expected).unwrap(), f64::INFINITY);
+        assert_eq!(relative_distance(&found.view([2, 1]), &expected).unwrap(), f64::INFINITY);
     }
 
     #[test]

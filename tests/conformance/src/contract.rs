@@ -5,15 +5,18 @@ use blockstreamer_core::adapter::{Adapter, Lora, LoraOptions, LoraShape};
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::block::Placement;
 use blockstreamer_core::checkpoint::{SynthesizeOptions, synthesize};
-use blockstreamer_core::family::ModelFamily;
+use blockstreamer_core::execute::Executor;
+use blockstreamer_core::family::{ModelFamily, ModelOptions};
+use blockstreamer_core::site::SiteKind;
+use blockstreamer_core::vision::Media;
 use blockstreamer_core::weights::WeightTable;
 use tch::{Device, Kind, Tensor};
 
 use crate::compare::{identical, max_difference};
 use crate::open::Opened;
 use crate::report::{Check, Report};
-use crate::streaming;
 use crate::{Options, Result};
+use crate::{pictures, streaming};
 
 /// Checks that need no golden tensors, on the family's own sizes and on a random `tiny` checkpoint.
 ///
@@ -22,15 +25,16 @@ use crate::{Options, Result};
 pub fn check_family(family: &dyn ModelFamily, options: &Options) -> Result<Report> {
     let mut report = Report::default();
     let sizes = family.sizes()?;
-    let tiny = sizes.iter().find(|size| size.name == "tiny");
-    report.push(Check::of("a size called tiny exists", tiny.is_some(), ""));
+    let has_tiny = sizes.iter().any(|size| size.name == "tiny");
+    report.push(Check::of("a size called tiny exists", has_tiny, ""));
     for size in &sizes {
         check_size(family, &size.name, &size.config_json, &mut report)?;
     }
-    let broken = family.open("{}");
+    let broken = family.open("{}", &ModelOptions::default());
     report.push(Check::of("a config without keys is refused", broken.is_err(), ""));
-    if let Some(tiny) = tiny {
-        check_tiny(family, &tiny.config_json, options, &mut report)?;
+    // A family may have several small sizes, for what its larger ones differ in.
+    for size in sizes.iter().filter(|size| size.name.starts_with("tiny")) {
+        check_tiny(family, &size.name, &size.config_json, options, &mut report)?;
     }
     Ok(report)
 }
@@ -50,7 +54,7 @@ fn check_size(
         family.model_types().contains(&model_type),
         model_type,
     ));
-    let model = family.open(config_json)?;
+    let model = family.open(config_json, &ModelOptions::default())?;
     let table = model.weights()?;
     let placements: Vec<_> = table.blocks.iter().map(|block| block.placement).collect();
     let ordered = placements.is_sorted_by_key(|placement| !placement.is_streamed());
@@ -66,7 +70,10 @@ fn check_size(
     let sites = model.sites()?;
     let backed = sites.iter().all(|site| {
         table.weights.iter().any(|weight| {
-            weight.block == site.block && weight.local == format!("{}.weight", site.local)
+            // A linear's weight, or the codes of packed experts, or the experts themselves.
+            let ends = [".weight", "_blocks", ""];
+            let mut locals = ends.into_iter().filter_map(|end| weight.local.strip_suffix(end));
+            weight.block == site.block && locals.any(|local| local == site.local)
         })
     });
     report.push(Check::of(
@@ -83,11 +90,12 @@ fn check_size(
 
 fn check_tiny(
     family: &dyn ModelFamily,
+    size: &str,
     config_json: &str,
     options: &Options,
     report: &mut Report,
 ) -> Result<()> {
-    let model = family.open(config_json)?;
+    let model = family.open(config_json, &ModelOptions::default())?;
     let table: WeightTable = model.weights()?;
     let folder = tempfile::tempdir().map_err(|source| Error::Io {
         action: "create",
@@ -113,22 +121,30 @@ fn check_tiny(
     let executor = opened.executor(opened.files()?, None, 2, options)?;
     let logits = executor.logits(&batch, &mut |_, _| Ok(()))?;
     report.push(Check::of(
-        "tiny: logits are [batch, sequence, vocab_size] in the compute dtype",
+        format!("{size}: logits are [batch, sequence, vocab_size] in the compute dtype"),
         logits.size() == [2, 24, vocab_size] && logits.kind() == options.compute_kind,
         format!("{:?} {:?}", logits.size(), logits.kind()),
     ));
-    check_causality(&executor, vocab_size, options, report)?;
+    check_causality(&executor, size, vocab_size, options, report)?;
     let again = executor.logits(&batch, &mut |_, _| Ok(()))?;
     report.push(Check::of(
-        "tiny: the same input gives the same bits",
+        format!("{size}: the same input gives the same bits"),
         identical(&logits, &again)?,
         "",
     ));
 
-    let shape = LoraShape { rank: 4, alpha: 8.0, dropout: 0.1, ..LoraShape::default() };
+    // Everything that an adapter can reach. PEFT trains parameters without dropout.
+    let parameters = model.sites()?.into_iter().filter(|site| site.kind != SiteKind::Linear);
+    let target_parameters: Vec<_> = parameters.map(|site| site.parameter()).collect();
+    let dropout = if target_parameters.is_empty() { 0.1 } else { 0.0 };
     let lora = Lora::new(
         &model.sites()?,
-        &LoraOptions { shape, ..LoraOptions::default() },
+        &LoraOptions {
+            shape: LoraShape { rank: 4, alpha: 8.0, dropout, ..LoraShape::default() },
+            target_parameters,
+            vision: model.sites()?.iter().any(|site| site.is_vision),
+            ..LoraOptions::default()
+        },
         options.device,
     )?;
     // B is zero in a new adapter, and with it every gradient of A.
@@ -141,12 +157,94 @@ fn check_tiny(
     }
     let adapter = folder.path().join("adapter");
     lora.export(&adapter, "tiny")?;
-    streaming::check_identical(&opened, &batch, &adapter, options, report)
+    let twice = [batch.clone(), batch.clone()];
+    let what = format!("{size}: ");
+    streaming::check_identical(&opened, &twice, &adapter, &what, options, report)?;
+    let mut batches = twice.to_vec();
+    if let Some(format) = model.vision_format()? {
+        let chat = family.chat_format(config_json)?;
+        let words = |media: &Media| model.media_text(media);
+        let seeing = pictures::batch(&batch, &format, &chat, &words)?;
+        check_pictures(&executor, size, &table, &batch, &seeing, options, report)?;
+        // A step in which one micro-batch has pictures and the other has none.
+        batches = vec![seeing, batch];
+        let what = format!("{size}, pictures: ");
+        streaming::check_identical(&opened, &batches, &adapter, &what, options, report)?;
+    }
+    if model.dimensions().num_experts > 0 && options.compute_kind == Kind::Float {
+        streaming::check_expert_groups(family, &directory, &batches, &adapter, options, report)?;
+    }
+    Ok(())
+}
+
+/// Pictures change the logits behind them and no others, and text visits no block that is for them.
+fn check_pictures(
+    executor: &Executor,
+    size: &str,
+    table: &WeightTable,
+    text: &Batch,
+    seeing: &Batch,
+    options: &Options,
+    report: &mut Report,
+) -> Result<()> {
+    let visited = |batch: &Batch| -> Result<(Tensor, usize)> {
+        let mut num_visited = 0;
+        let logits = executor.logits(batch, &mut |block, _| {
+            num_visited += usize::from(table.blocks[block.0].only_with_vision);
+            Ok(())
+        })?;
+        Ok((logits, num_visited))
+    };
+    let wanted = table.blocks.iter().filter(|plan| plan.only_with_vision).count();
+    let (before, seen) = visited(seeing)?;
+    let (_, unseen) = visited(text)?;
+    report.push(Check::of(
+        format!("{size}: blocks for pictures are visited with pictures and only then"),
+        (seen, unseen) == (wanted, 0),
+        format!("{seen} of {wanted} with pictures, {unseen} without"),
+    ));
+    let (after, _) = visited(&pictures::with_other_pixels(seeing)?)?;
+    // The first picture begins at the third token of the first row.
+    let earlier = |logits: &Tensor| logits.f_narrow(0, 0, 1)?.f_narrow(1, 0, 2);
+    let other_row = |logits: &Tensor| logits.f_narrow(0, 1, 1);
+    let mut leak: f64 = 0.0;
+    let mut tolerance = if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 };
+    for (before, after) in
+        [(earlier(&before)?, earlier(&after)?), (other_row(&before)?, other_row(&after)?)]
+    {
+        let (difference, magnitude) = max_difference(&after, &before, None)?;
+        leak = leak.max(difference);
+        tolerance *= magnitude.max(1.0);
+    }
+    report.push(Check::within(
+        format!("{size}: a picture changes no logits before it and none of another row"),
+        leak,
+        tolerance,
+        "",
+    ));
+    let (change, _) = max_difference(&after, &before, None)?;
+    report.push(Check::of(
+        format!("{size}: a picture changes the logits behind it"),
+        change > 0.0,
+        format!("{change:.2e}"),
+    ));
+    let mut too_many = seeing.clone();
+    if let Some(images) = &mut too_many.images {
+        images.grids.truncate(1);
+    }
+    let refused = executor.logits(&too_many, &mut |_, _| Ok(())).is_err();
+    report.push(Check::of(
+        format!("{size}: placeholders without a picture are refused"),
+        refused,
+        "",
+    ));
+    Ok(())
 }
 
 /// A later token changes no earlier logits.
 fn check_causality(
-    executor: &blockstreamer_core::execute::Executor,
+    executor: &Executor,
+    size: &str,
     vocab_size: i64,
     options: &Options,
     report: &mut Report,
@@ -161,14 +259,14 @@ fn check_causality(
     let tolerance =
         if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 } * magnitude.max(1.0);
     report.push(Check::within(
-        "tiny: a later token changes no earlier logits",
+        format!("{size}: a later token changes no earlier logits"),
         leak,
         tolerance,
         "",
     ));
     let (change, _) = max_difference(&after, &before, None)?;
     report.push(Check::of(
-        "tiny: a token changes its own logits",
+        format!("{size}: a token changes its own logits"),
         change > 0.0,
         format!("{change:.2e}"),
     ));
@@ -195,5 +293,5 @@ fn rows(vocab_size: i64, sequence: i64) -> Result<Batch> {
     let short = positions.f_lt(sequence - 5)?;
     let mask = Tensor::f_stack(&[&full, &short], 0)?;
     let labels = ids.f_masked_fill(&mask.f_logical_not()?, -100)?;
-    Ok(Batch { input_ids: ids, attention_mask: Some(mask), labels: Some(labels), segments: None })
+    Ok(Batch { attention_mask: Some(mask), labels: Some(labels), ..Batch::new(ids) })
 }

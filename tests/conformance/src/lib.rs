@@ -11,6 +11,7 @@ mod compare;
 mod contract;
 mod golden;
 mod open;
+mod pictures;
 mod report;
 mod streaming;
 

@@ -7,7 +7,7 @@ use super::{Finished, Folder, blockstreamer, command, finish, losses, model, nam
 
 /// The command with files limited to `num_blocks` of 512 or 1024 bytes, as the shell counts them.
 /// Ignoring the signal makes the write itself fail, as on a full disk.
-fn limited(words: &[&str], num_blocks: usize) -> Finished {
+pub(super) fn limited(words: &[&str], num_blocks: usize) -> Finished {
     let inner = command(words);
     let script = format!("ulimit -f {num_blocks}; trap '' XFSZ; exec \"$0\" \"$@\"");
     let mut shell = Command::new("sh");

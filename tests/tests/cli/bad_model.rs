@@ -78,7 +78,7 @@ fn an_unknown_model_type_lists_the_families_found() {
     refused(
         |model| edit_config(model, rename),
         &[],
-        &["'yeti'", "families found: qwen3-vl (qwen3_vl)"],
+        &["'yeti'", "families found: ", "qwen3-vl (qwen3_vl, qwen3_vl_moe)", "gpt-oss (gpt_oss)"],
     );
 }
 

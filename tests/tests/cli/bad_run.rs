@@ -56,6 +56,7 @@ fn wrong_settings_are_named_with_what_is_possible() {
         ("lora.rank=0", &["rank", "at least 1"]),
         ("lora.rank=many", &["lora.rank", "many"]),
         ("lora.target_modules=[\"qq_proj\"]", &["'qq_proj'", "q_proj", "down_proj", "lm_head"]),
+        ("lora.target_parameters=[\"experts.w1\"]", &["'experts.w1'", "q_proj.weight"]),
         ("lora.layers=[17]", &["17"]),
         ("lora.top_fraction=1.5", &["fraction", "1.5"]),
         ("lora.dropout=1.0", &["dropout"]),
@@ -99,7 +100,8 @@ fn a_wrong_run_file_is_named_with_its_key() {
 fn wrong_models_sizes_and_adapters_of_other_commands_are_named() {
     let folder = Folder::new();
     let out = folder.path("out");
-    in_process(&["synth", "qwen3-vl:enormous", "--out", &out]).failed(&["'enormous'", "tiny, 2b"]);
+    in_process(&["synth", "qwen3-vl:enormous", "--out", &out])
+        .failed(&["'enormous'", "tiny, tiny-moe, 2b"]);
     in_process(&["synth", "yeti:tiny", "--out", &out]).failed(&["'yeti'", "qwen3-vl"]);
     in_process(&["synth", "qwen3-vl", "--out", &out]).failed(&["qwen3-vl:tiny"]);
     in_process(&["synth", "qwen3-vl:tiny", "--layers", "0", "--out", &out]).failed(&["layer"]);
@@ -111,6 +113,6 @@ fn wrong_models_sizes_and_adapters_of_other_commands_are_named() {
     in_process(&["shard", &out, "--out", &out]).failed(&[&out, "is not a folder"]);
     // A folder of plugins that is not there is told, and the others are used all the same.
     let families = blockstreamer(&["--plugin-dir", &out, "families", "--json"]).ok().json();
-    assert_eq!(families["families"][0]["name"], "qwen3-vl");
+    assert_eq!(families["families"][0]["name"], "gpt-oss");
     assert_eq!(families["refused"][0]["path"], out);
 }

@@ -3,7 +3,9 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use super::{Folder, adapter_bytes, command, losses, metrics, model, names, rows, words};
+use super::{
+    Folder, adapter_bytes, blockstreamer, command, losses, metrics, model, names, rows, words,
+};
 
 /// Dropout on: its masks must follow from the step number alone.
 const DROPOUT: [&str; 2] = ["--set", "lora.dropout=0.2"];
@@ -41,6 +43,28 @@ fn three_steps_and_three_more_are_six() {
         .train("parts", &extra(&["--set", "steps=7", "--resume", "--set", "optimizer.name=sgd"]))
         .failed(&["optimizer.name differs from", "config.toml"]);
     assert_eq!(losses(&parts).len(), 6, "a refused run changed metrics.jsonl");
+}
+
+#[test]
+fn a_run_with_experts_goes_on_as_they_were_cut() {
+    let folder = Folder::new();
+    let (moe, out, data) = (folder.path("moe"), folder.path("run"), rows());
+    blockstreamer(&["synth", "qwen3-vl:tiny-moe", "--out", &moe]).ok();
+    let train = |extra: &[&str]| {
+        let settings = ["--set", "data.overflow=truncate", "--set", "sequence_length=256"];
+        blockstreamer(&words(&moe, &data, &out, &[&settings[..], extra].concat())).ok()
+    };
+    let cut = |number: usize| {
+        let text = fs::read_to_string(format!("{out}/config.toml")).unwrap();
+        assert!(text.contains(&format!("expert_groups = {number}\n")), "{text}");
+    };
+    train(&["--set", "steps=1", "--expert-groups", "2"]);
+    cut(2);
+    // By itself it would take one block: there is room enough.
+    train(&["--set", "steps=2", "--resume"]);
+    cut(2);
+    train(&["--set", "steps=3", "--resume", "--expert-groups", "4"]);
+    cut(4);
 }
 
 #[test]

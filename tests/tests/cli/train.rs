@@ -102,8 +102,10 @@ fn wrong_usage_exits_with_2_and_says_what_may_be_typed() {
 #[test]
 fn json_is_one_document_on_stdout_and_everything_else_is_on_stderr() {
     let found = blockstreamer(&["families", "--json"]).ok().json();
-    let family = &found["families"][0];
-    assert_eq!(family["name"], "qwen3-vl");
+    let names: Vec<_> =
+        found["families"].as_array().unwrap().iter().map(|it| &it["name"]).collect();
+    assert_eq!(names, ["gpt-oss", "qwen3-vl"]);
+    let family = &found["families"][1];
     assert!(family["sizes"].as_array().unwrap().contains(&"tiny".into()), "{family}");
     let doctor = blockstreamer(&["doctor", "--json"]).ok();
     assert!(doctor.json().is_object());

@@ -19,7 +19,8 @@ fn trainer(source: Arc<dyn BlockSource>, lowest: usize, prefetch_ahead: usize) -
 
 fn train(executor: &Executor, num_steps: u64) {
     for step in 0..num_steps {
-        let options = StepOptions { step, another_follows: step + 1 < num_steps };
+        let options =
+            StepOptions { step, another_follows: step + 1 < num_steps, ..StepOptions::default() };
         executor.train_step(&[batch(4, 0, 1)], options, &mut Gradients::new()).unwrap();
     }
 }
@@ -90,7 +91,11 @@ fn an_announced_step_gives_the_bits_of_one_that_was_not() {
         let executor = trainer(Disk::new(&ToyModel::equal(NUM_BLOCKS)), 2, 2);
         (0..4)
             .map(|step| {
-                let options = StepOptions { step, another_follows: another_follows && step < 3 };
+                let options = StepOptions {
+                    step,
+                    another_follows: another_follows && step < 3,
+                    ..StepOptions::default()
+                };
                 let batches = [batch(4, 0, step as i64)];
                 let loss = executor.train_step(&batches, options, &mut Gradients::new()).unwrap();
                 executor.loss_value(&loss).unwrap()
@@ -114,7 +119,7 @@ fn backward_visits_no_block_when_only_the_head_is_trained() {
     let adapter = Box::new(probe(&[NUM_BLOCKS], 0.0));
     let model = ToyModel::equal(NUM_BLOCKS);
     let executor = executor(&model, disk, Some(adapter), whole_blocks(1));
-    assert_eq!(executor.training_visits().len(), NUM_BLOCKS);
+    assert_eq!(executor.training_visits(false).len(), NUM_BLOCKS);
     train(&executor, 1);
     assert_eq!(executor.stats().unwrap().read_bytes, NUM_BLOCKS as u64 * image_bytes());
 }

@@ -46,9 +46,10 @@ fn inputs_and_trainables_on_the_host_are_refused_naming_them() {
     }
     let model = ToyModel::equal(3);
     let on_host = AllResident::new(&model, None, Kind::Float, Device::Cpu);
-    let PassInput { context, state } = on_host.embed(&batch(4, 0, 1)).unwrap();
+    let PassInput { context, state, has_vision } = on_host.embed(&batch(4, 0, 1)).unwrap();
     let engine = executor(&model, ram(&model), None, options(Kind::Float, 1));
-    let error = engine.forward_for_backward(vec![PassInput { context, state }], 0).unwrap_err();
+    let error =
+        engine.forward_for_backward(vec![PassInput { context, state, has_vision }], 0).unwrap_err();
     assert!(matches!(&error, Error::WrongDevice { what, .. } if what.contains("'hidden'")));
     infer(&engine).unwrap();
 

@@ -24,7 +24,7 @@ fn trainer(source: Arc<dyn blockstreamer_core::source::BlockSource>, depth: usiz
 }
 
 fn step(executor: &Executor, another_follows: bool) -> Result<(f64, Named)> {
-    let options = StepOptions { step: 1, another_follows };
+    let options = StepOptions { step: 1, another_follows, ..StepOptions::default() };
     let mut gradients = Gradients::new();
     let loss = executor.train_step(&[batch(5, 1, 1)], options, &mut gradients)?;
     Ok((executor.loss_value(&loss)?, values(&gradients, executor.adapter().unwrap())))

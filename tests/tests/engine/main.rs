@@ -10,17 +10,23 @@
 )]
 
 mod accounting;
+mod attention;
 mod cuda;
 mod ends;
 mod engine_rules;
+mod experts;
 mod faults;
 mod gradients;
 mod held_graphs;
 mod inference;
 mod inputs;
 mod loss;
+mod merging;
 mod misuse;
 mod overlap;
+mod packed_experts;
+mod packed_speed;
+mod pictures;
 mod placements;
 mod plan;
 mod residency;

@@ -58,7 +58,7 @@ fn training_without_an_adapter_is_refused() {
 fn other_passes_are_refused_while_a_step_is_announced() {
     let executor = trainer();
     let announce = || {
-        let options = StepOptions { step: 0, another_follows: true };
+        let options = StepOptions { step: 0, another_follows: true, ..StepOptions::default() };
         executor.train_step(&[batch(4, 0, 1)], options, &mut Gradients::new()).unwrap()
     };
     announce();

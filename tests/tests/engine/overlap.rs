@@ -23,7 +23,7 @@ fn trace(executor: &Executor) -> Vec<Span> {
     let ids = Tensor::arange(256, (Kind::Int64, Device::Cpu)).remainder(11).view([1, 256]);
     let batch = Batch { labels: Some(ids.copy()), ..Batch::new(ids) };
     let step = |step| {
-        let options = StepOptions { step, another_follows: step < 2 };
+        let options = StepOptions { step, another_follows: step < 2, ..StepOptions::default() };
         let batches = std::slice::from_ref(&batch);
         executor.train_step(batches, options, &mut Gradients::new()).unwrap()
     };

@@ -43,7 +43,13 @@ fn residencies() -> Vec<Residency> {
             [(false, false), (true, false), (false, true), (true, true)]
         {
             let (kept, graphs) = (kept.clone(), graphs.clone());
-            all.push(Residency { kept, graphs, gather_from_host, stream_head });
+            all.push(Residency {
+                kept,
+                graphs,
+                gather_from_host,
+                stream_head,
+                ..Residency::default()
+            });
         }
     }
     all
@@ -60,7 +66,7 @@ fn everything(executor: &Executor) -> (Tensor, Vec<f64>, Named) {
     let mut losses = vec![executor.evaluate(&batches).unwrap()];
     let mut gradients = Gradients::new();
     for step in 0..2 {
-        let options = StepOptions { step, another_follows: step == 0 };
+        let options = StepOptions { step, another_follows: step == 0, ..StepOptions::default() };
         losses.push(executor.train_step(&batches, options, &mut gradients).unwrap());
     }
     let losses = losses.iter().map(|loss| executor.loss_value(loss).unwrap()).collect();
@@ -115,7 +121,13 @@ fn half_precisions_and_layers_in_parts_give_the_same_bits_too() {
         let wanted = run(&Residency::default());
         for kept in [blocks([1]), blocks(0..num_blocks)] {
             let graphs = kept.clone();
-            let residency = Residency { kept, graphs, gather_from_host: true, stream_head: true };
+            let residency = Residency {
+                kept,
+                graphs,
+                gather_from_host: true,
+                stream_head: true,
+                ..Residency::default()
+            };
             let found = run(&residency);
             assert!(found.0.equal(&wanted.0), "{model:?}");
             assert_eq!(found.1, wanted.1, "{model:?}");

@@ -22,7 +22,8 @@ fn image(source: &dyn BlockSource, block: BlockIndex) -> Traffic {
 
 fn train(executor: &Executor) {
     for step in 0..NUM_STEPS {
-        let options = StepOptions { step, another_follows: step + 1 < NUM_STEPS };
+        let options =
+            StepOptions { step, another_follows: step + 1 < NUM_STEPS, ..StepOptions::default() };
         executor.train_step(&[batch(4, 0, 1)], options, &mut Gradients::new()).unwrap();
     }
 }
@@ -65,6 +66,7 @@ fn an_itinerary_counts_what_the_engine_moves_with_any_blocks_kept_and_the_head_s
                     let source = Disk::new(&model);
                     let itinerary = Itinerary {
                         num_streamed,
+                        first_block: 0,
                         head: stream_head.then(|| head(&*source)),
                         kept,
                         num_slots,
@@ -91,8 +93,14 @@ fn passes_without_gradients_move_what_the_itinerary_says() {
     for (stream_head, num_slots) in [(false, 1), (false, 5), (true, 6), (true, 9), (false, 8)] {
         let source = Disk::new(&model);
         let head = stream_head.then(|| head(&*source));
-        let itinerary =
-            Itinerary { num_streamed, head, kept: &kept, num_slots, pass: Pass::Inference };
+        let itinerary = Itinerary {
+            num_streamed,
+            first_block: 0,
+            head,
+            kept: &kept,
+            num_slots,
+            pass: Pass::Inference,
+        };
         let (first, later) = itinerary.traffic(|block| image(&*source, block));
         let residency = Residency { kept: kept.clone(), stream_head, ..Residency::default() };
         let executor = trainer(&model, source, 0, num_slots, residency);
@@ -128,6 +136,7 @@ fn a_run_by_a_plan_moves_what_the_plan_says_and_stays_within_its_device_memory()
                 let others: u64 = bytes[num_streamed..].iter().sum();
                 let slots = largest * (prefetch_ahead as u64 + 1);
                 let plan = Plan::new(&PlanRequest {
+                    first_block: 0,
                     blocks: &blocks,
                     fetch_from_disk: &fetch,
                     pass: Pass::Training { lowest: Some(BlockIndex(lowest)) },

@@ -52,7 +52,7 @@ fn an_observer_sees_every_change_and_never_more_blocks_than_allowed() {
             executor(&model, source.clone(), Some(adapter), options(Kind::Float, prefetch_ahead));
         let seen = watch(&executor);
         for step in 0..3 {
-            let options = StepOptions { step, another_follows: step < 2 };
+            let options = StepOptions { step, another_follows: step < 2, ..StepOptions::default() };
             executor.train_step(&[batch(4, 0, 1)], options, &mut Gradients::new()).unwrap();
         }
         let seen = seen.lock().unwrap();
@@ -65,7 +65,7 @@ fn an_observer_sees_every_change_and_never_more_blocks_than_allowed() {
         assert_eq!(executor.stream().history().unwrap(), *seen);
         let leases = seen.iter().filter(|transition| transition.change == Change::Leased);
         let leased: Vec<_> = leases.map(|transition| transition.block).collect();
-        assert_eq!(leased, executor.training_visits().repeat(3));
+        assert_eq!(leased, executor.training_visits(false).repeat(3));
     }
 }
 

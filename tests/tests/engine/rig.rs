@@ -11,7 +11,7 @@ use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
 use blockstreamer_core::block::{BlockIndex, BlockSpec};
 use blockstreamer_core::device::{HostBuffer, load_cuda};
 use blockstreamer_core::execute::{Executor, ExecutorOptions, Gradients};
-use blockstreamer_core::numerics::AttentionKernel;
+use blockstreamer_core::numerics::{AttentionKernel, ExpertKernel};
 use blockstreamer_core::source::{BlockSource, RamSource};
 use blockstreamer_core::stream::{StreamOptions, Transition};
 use blockstreamer_core::{Error, Result};
@@ -127,6 +127,7 @@ impl Adapter for SeedLog {
 pub(crate) fn options(kind: Kind, prefetch_ahead: usize) -> ExecutorOptions {
     ExecutorOptions {
         attention: AttentionKernel::Eager,
+        experts: ExpertKernel::Loop,
         stream: stream_options(prefetch_ahead),
         seed: 5,
         ..ExecutorOptions::new(device(), kind)

@@ -81,8 +81,11 @@ fn step(
 ) -> Result<(f64, Vec<(String, Tensor)>)> {
     let mut gradients = Gradients::new();
     let batches = [batch(4, 0, 1), batch(4, 1, 2)];
-    let loss =
-        executor.train_step(&batches, StepOptions { step, another_follows }, &mut gradients)?;
+    let loss = executor.train_step(
+        &batches,
+        StepOptions { step, another_follows, ..StepOptions::default() },
+        &mut gradients,
+    )?;
     Ok((executor.loss_value(&loss)?, values(&gradients, executor.adapter().unwrap())))
 }
 

@@ -133,7 +133,11 @@ impl ShardEntry {
             .iter()
             .map(|tensor| (tensor.name.clone(), tensor.dtype, tensor.shape.clone()));
         let packed = BlockSpec::pack(&block.name, block.placement, tensors);
-        if packed.map_err(|error| error.to_string())? != *block {
+        let mut packed = packed.map_err(|error| error.to_string())?;
+        for (packed, tensor) in packed.tensors.iter_mut().zip(&block.tensors) {
+            packed.is_transposed = tensor.is_transposed && tensor.shape.len() == 3;
+        }
+        if packed != *block {
             return Err("its tensors are not where they belong".to_owned());
         }
         if Path::new(file).file_name() != Some(file.as_ref()) {

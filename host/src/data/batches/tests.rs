@@ -1,6 +1,6 @@
 use std::collections::HashSet;
 
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use super::*;
 
@@ -12,10 +12,12 @@ fn dataset(count: usize) -> Dataset {
         .map(|index| {
             let length = 2 + index % 3;
             let ids = vec![100 + index as u32; length];
-            Sample { ids, targets: (0..length).map(|position| position > 0).collect() }
+            let targets = (0..length).map(|position| position > 0).collect();
+            Sample { ids, targets, pictures: Vec::new(), line: index + 1 }
         })
         .collect();
-    Dataset { samples, num_skipped: 0, num_truncated: 0 }
+    let name = "rows.jsonl".into();
+    Dataset { samples, num_skipped: 0, num_truncated: 0, name, processor: None }
 }
 
 fn options(batch_size: usize, micro_batches: usize) -> BatchOptions {

@@ -1,38 +1,23 @@
-//! The forward and its gradients against tensors that transformers and peft computed
-//! (`tests/goldens/make_tiny.py`), with everything resident: no source, no stream, no executor.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
+//! Text: layer outputs, logits, loss and gradients, in fp32, bf16 and fp16.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use blockstreamer_core::adapter::{Adapter, AdapterCall, Trainable};
-use blockstreamer_core::batch::{Batch, IGNORE_LABEL};
-use blockstreamer_core::block::{BlockIndex, Placement};
-use blockstreamer_core::dtype::Dtype;
-use blockstreamer_core::execute::{BlockScope, Residents};
-use blockstreamer_core::family::{Model, ModelFamily};
+use blockstreamer_core::batch::Batch;
+use blockstreamer_core::block::BlockIndex;
+use blockstreamer_core::family::Model;
 use blockstreamer_core::numerics::AttentionKernel;
-use blockstreamer_core::state::{HIDDEN, NamedTensors};
-use blockstreamer_core::tch::{Device, Kind, Reduction, Tensor};
+use blockstreamer_core::state::NamedTensors;
+use blockstreamer_core::tch::{Device, Kind, Tensor};
 use blockstreamer_core::{Error, Result};
-use blockstreamer_qwen3_vl::Qwen3Vl;
-use safetensors::SafeTensors;
 
+use crate::harness::{self, Resident, batch, bf16_ulp, compare, max_abs};
+
+const VARIANT: &str = "qwen3_vl_text";
 const SCALING: f64 = 2.0; // lora_alpha 8 / r 4
 
-fn golden(file: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/qwen3_vl_text").join(file)
-}
-
 fn read(file: &str) -> NamedTensors {
-    let bytes = fs::read(golden(file)).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let load = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
-        let kind = Dtype::from_name(&view.dtype().to_string()).unwrap().kind();
-        let shape: Vec<i64> = view.shape().iter().map(|extent| *extent as i64).collect();
-        (name, Tensor::f_from_data_size(view.data(), &shape, kind).unwrap())
-    };
-    tensors.tensors().into_iter().map(load).collect()
+    harness::read(VARIANT, file)
 }
 
 /// LoRA without dropout, read as peft wrote it, with fp32 masters.
@@ -82,138 +67,10 @@ impl Adapter for Lora {
     }
 }
 
-struct Outputs {
-    layers: Vec<Tensor>,
-    logits: Tensor,
-    loss: Tensor,
-}
-
-impl Outputs {
-    /// Layer outputs and logits by their names in the golden files.
-    fn named(&self) -> Vec<(String, &Tensor)> {
-        let layers = self.layers.iter().enumerate();
-        let layers = layers.map(|(index, layer)| (format!("layer_out.{index}"), layer));
-        layers.chain([("logits".to_owned(), &self.logits)]).collect()
-    }
-}
-
-struct Resident {
-    model: Box<dyn Model>,
-    blocks: Vec<(String, NamedTensors)>,
-    residents: Residents,
-}
-
-impl Resident {
-    fn load() -> Self {
-        Self::with_config(&fs::read_to_string(golden("config.json")).unwrap())
-    }
-
-    fn with_config(config: &str) -> Self {
-        let model = Qwen3Vl.open(config).unwrap();
-        let table = model.weights().unwrap();
-        let files = (1..=3).map(|part| read(&format!("model-0000{part}-of-00003.safetensors")));
-        let files: Vec<_> = files.collect();
-        let find = |name: &str| files.iter().find_map(|file| file.find(name)).expect(name);
-        let mut blocks = Vec::new();
-        let mut residents = Residents::default();
-        for (index, plan) in table.blocks.iter().enumerate() {
-            let mut tensors = NamedTensors::new();
-            for weight in table.weights.iter().filter(|weight| weight.block.0 == index) {
-                let tensor = find(&weight.checkpoint);
-                let shape: Vec<i64> = weight.shape.iter().map(|extent| *extent as i64).collect();
-                assert_eq!(tensor.size(), shape, "{}", weight.checkpoint);
-                tensors.insert(&weight.local, tensor.shallow_clone());
-            }
-            match plan.placement {
-                Placement::Streamed => blocks.push((plan.name.clone(), tensors)),
-                Placement::Resident | Placement::Gathered | Placement::Head => {
-                    for (name, tensor) in tensors.iter() {
-                        residents.tensors.insert(name, tensor.shallow_clone());
-                    }
-                }
-            }
-        }
-        // Nothing of the checkpoint is left over.
-        let known = |name: &str| table.weights.iter().any(|weight| weight.checkpoint == name);
-        for (name, _) in files.iter().flat_map(NamedTensors::iter) {
-            assert!(known(name) || model.ignores(name).unwrap(), "{name}");
-        }
-        Self { model, blocks, residents }
-    }
-
-    fn run(
-        &self,
-        batch: &Batch,
-        kernel: AttentionKernel,
-        kind: Kind,
-        adapter: Option<&dyn Adapter>,
-    ) -> Outputs {
-        let none = NamedTensors::new();
-        let outside = BlockScope {
-            block: None,
-            block_name: "embedding and head",
-            tensors: &none,
-            residents: &self.residents,
-            adapter,
-            dropout_seed: None,
-            compute_kind: kind,
-            device: Device::Cpu,
-            attention: kernel,
-        };
-        let (context, mut state) = self.model.embed(&outside, batch).unwrap();
-        let mut layers = Vec::new();
-        for (index, (block_name, tensors)) in self.blocks.iter().enumerate() {
-            let block = BlockIndex(index);
-            let scope = BlockScope { block: Some(block), block_name, tensors, ..outside };
-            state = self.model.forward_block(block, &scope, &context, state).unwrap();
-            layers.push(state.get(HIDDEN).unwrap().shallow_clone());
-        }
-        let hidden = self.model.final_hidden(&outside, &context, state).unwrap();
-        let logits = self.model.logits(&outside, &hidden).unwrap();
-        assert_eq!(logits.kind(), kind);
-        let loss = batch.labels.as_ref().map_or_else(Tensor::new, |labels| loss(&logits, labels));
-        Outputs { layers, logits, loss }
-    }
-}
-
-/// Mean cross-entropy of the next token, fp32.
-fn loss(logits: &Tensor, labels: &Tensor) -> Tensor {
-    let sequence = labels.size()[1];
-    let logits = logits.to_kind(Kind::Float).narrow(1, 0, sequence - 1).flatten(0, 1);
-    let labels = labels.narrow(1, 1, sequence - 1).flatten(0, 1);
-    logits.cross_entropy_loss(&labels, None::<Tensor>, Reduction::Mean, IGNORE_LABEL, 0.0)
-}
-
-fn batch(golden: &NamedTensors) -> Batch {
-    let input = |name: &str| golden.get(&format!("in.{name}")).unwrap().shallow_clone();
-    Batch {
-        attention_mask: Some(input("attention_mask").to_kind(Kind::Bool)),
-        labels: Some(input("labels")),
-        ..Batch::new(input("input_ids"))
-    }
-}
-
-fn max_abs(tensor: &Tensor) -> f64 {
-    tensor.to_kind(Kind::Double).abs().max().double_value(&[])
-}
-
-/// Largest difference, and largest value of `wanted`, where there are tokens.
-fn compare(got: &Tensor, wanted: &Tensor, batch: &Batch) -> (f64, f64) {
-    assert_eq!((got.size(), got.kind()), (wanted.size(), wanted.kind()));
-    let valid = batch.attention_mask.as_ref().unwrap().unsqueeze(-1).to_kind(Kind::Double);
-    let (got, wanted) = (got.to_kind(Kind::Double) * &valid, wanted.to_kind(Kind::Double) * valid);
-    (max_abs(&(got - &wanted)), max_abs(&wanted))
-}
-
-/// Distance of neighbouring bf16 numbers at the size of `value`.
-fn bf16_ulp(value: f64) -> f64 {
-    (value.log2().floor() - 7.0).exp2()
-}
-
 #[test]
 fn fp32_layer_outputs_logits_and_loss_are_those_of_transformers() {
     let golden = read("golden_fp32.safetensors");
-    let (resident, batch) = (Resident::load(), batch(&golden));
+    let (resident, batch) = (Resident::load(VARIANT), batch(&golden));
     for kernel in [AttentionKernel::Eager, AttentionKernel::Fused] {
         let out = resident.run(&batch, kernel, Kind::Float, None);
         for (name, got) in out.named() {
@@ -231,7 +88,7 @@ fn fp32_layer_outputs_logits_and_loss_are_those_of_transformers() {
 #[test]
 fn bf16_rounds_where_transformers_rounds() {
     let golden = read("golden_bf16.safetensors");
-    let (resident, batch) = (Resident::load(), batch(&golden));
+    let (resident, batch) = (Resident::load(VARIANT), batch(&golden));
     let out = resident.run(&batch, AttentionKernel::Eager, Kind::BFloat16, None);
     for (name, got) in out.named() {
         let (error, size) = compare(got, golden.get(&name).unwrap(), &batch);
@@ -250,7 +107,7 @@ fn bf16_rounds_where_transformers_rounds() {
 #[test]
 fn fused_bf16_is_as_close_to_fp32_as_transformers_is() {
     let (exact, eager) = (read("golden_fp32.safetensors"), read("golden_bf16.safetensors"));
-    let (resident, batch) = (Resident::load(), batch(&exact));
+    let (resident, batch) = (Resident::load(VARIANT), batch(&exact));
     let out = resident.run(&batch, AttentionKernel::Fused, Kind::BFloat16, None);
     let valid = batch.attention_mask.as_ref().unwrap();
     for (name, got) in out.named() {
@@ -267,7 +124,7 @@ fn fused_bf16_is_as_close_to_fp32_as_transformers_is() {
 
 fn gradients_agree(file: &str, kernel: AttentionKernel, kind: Kind, tolerance: f64) {
     let golden = read(file);
-    let (resident, batch) = (Resident::load(), batch(&golden));
+    let (resident, batch) = (Resident::load(VARIANT), batch(&golden));
     let lora = Lora::load(resident.model.as_ref());
     let out = resident.run(&batch, kernel, kind, Some(&lora));
     let (error, size) = compare(&out.logits, golden.get("lora.logits").unwrap(), &batch);
@@ -320,7 +177,7 @@ fn bf16_adapter_gradients_are_those_of_peft() {
 #[test]
 fn packed_samples_give_the_logits_they_give_alone() {
     let golden = read("golden_fp32.safetensors");
-    let resident = Resident::load();
+    let resident = Resident::load(VARIANT);
     let ids = golden.get("in.input_ids").unwrap().narrow(0, 0, 1);
     let segments = Tensor::cat(
         &[
@@ -346,7 +203,7 @@ fn packed_samples_give_the_logits_they_give_alone() {
 #[test]
 fn padding_on_the_left_gives_the_logits_of_the_bare_row() {
     let golden = read("golden_fp32.safetensors");
-    let resident = Resident::load();
+    let resident = Resident::load(VARIANT);
     let ids = golden.get("in.input_ids").unwrap().narrow(0, 0, 1);
     let mask = Tensor::ones([1, 40], (Kind::Bool, Device::Cpu));
     let _ = mask.narrow(1, 0, 9).fill_(0);
@@ -365,11 +222,11 @@ fn a_tied_head_is_the_embedding_matrix() {
     let run = |resident: &Resident| {
         resident.run(&batch, AttentionKernel::Eager, Kind::Float, None).logits
     };
-    let config = fs::read_to_string(golden("config.json")).unwrap();
+    let config = harness::config(VARIANT);
     let tied = config.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
-    let tied = Resident::with_config(&tied);
+    let tied = Resident::with_config(VARIANT, &tied, 1);
     assert!(tied.residents.tensors.find("lm_head.weight").is_none());
-    let mut untied = Resident::load();
+    let mut untied = Resident::load(VARIANT);
     assert!(max_abs(&(run(&untied) - run(&tied))) > 0.1);
     let embedding = untied.residents.tensors.get("embed_tokens.weight").unwrap().shallow_clone();
     untied.residents.tensors.insert("lm_head.weight", embedding);
@@ -379,7 +236,7 @@ fn a_tied_head_is_the_embedding_matrix() {
 #[test]
 fn fp16_stays_close_to_fp32() {
     let golden = read("golden_fp32.safetensors");
-    let (resident, batch) = (Resident::load(), batch(&golden));
+    let (resident, batch) = (Resident::load(VARIANT), batch(&golden));
     for kernel in [AttentionKernel::Eager, AttentionKernel::Fused] {
         let out = resident.run(&batch, kernel, Kind::Half, None);
         for (name, got) in out.named() {

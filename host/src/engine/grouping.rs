@@ -1,0 +1,136 @@
+//! How many blocks the experts of a layer are dealt over: as few as the device has room for.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use blockstreamer_core::family::ModelOptions;
+use blockstreamer_core::plan::{Plan, Tier};
+use blockstreamer_core::source::BlockSource;
+use tch::Kind;
+
+use super::planning::Trained;
+use super::{Job, Memory, OpenModel, Planner, StreamConfig};
+use crate::plugins::Registry;
+
+/// What a model is cut for.
+#[derive(Debug, Clone, Copy)]
+pub struct Cut<'a> {
+    /// Families, to open the model anew.
+    pub registry: &'a Registry,
+    /// The model.
+    pub open: &'a OpenModel,
+    /// Where blocks are.
+    pub stream: &'a StreamConfig,
+    /// What is going to be run.
+    pub job: Job,
+    /// Whether that is on a GPU.
+    pub is_cuda: bool,
+    /// Compute dtype.
+    pub kind: Kind,
+}
+
+/// A model that was cut, and who plans for it.
+#[derive(Debug)]
+pub struct Fitted<'a> {
+    /// The model, when it had to be opened anew.
+    pub reopened: Option<OpenModel>,
+    /// Its blocks.
+    pub source: Arc<dyn BlockSource>,
+    /// Plans for them.
+    pub planner: Planner<'a>,
+}
+
+impl<'a> Cut<'a> {
+    /// The cut with the fewest groups, but at least `least`, that leaves room for all slots; if none does, the
+    /// one with the most slots. Shards and `stream.expert_groups` leave no choice.
+    ///
+    /// # Errors
+    /// When the files cannot be opened, or shards belong to another checkpoint.
+    pub fn fit(&self, trained: &Trained, memory: Memory, least: usize) -> Result<Fitted<'a>> {
+        let mut best: Option<(usize, Fitted<'a>)> = None;
+        let mut refusal = None;
+        for num_groups in self.candidates().into_iter().filter(|groups| *groups >= least) {
+            let fitted = match self.cut(num_groups, trained) {
+                Ok(fitted) => fitted,
+                Err(error) => {
+                    refusal.get_or_insert(error);
+                    continue;
+                }
+            };
+            let (num_slots, is_enough) = match fitted.planner.plan(memory) {
+                Ok(plan) => (plan.num_slots, self.has_all_slots(&plan)),
+                Err(_) => (0, false),
+            };
+            // Of cuts that all need too much, the finest needs least.
+            let is_better = |most: usize| num_slots > most || (most, num_slots) == (0, 0);
+            if best.as_ref().is_none_or(|(most, _)| is_better(*most)) || is_enough {
+                best = Some((num_slots, fitted));
+            }
+            if is_enough {
+                break;
+            }
+        }
+        let (_, fitted) = match (best, refusal) {
+            (Some(best), _) => best,
+            (None, Some(refusal)) => return Err(refusal),
+            (None, None) => return Err(anyhow::anyhow!("the model cannot be cut into blocks")),
+        };
+        let num_groups = fitted.reopened.as_ref().map(|open| open.options.num_expert_groups);
+        if let Some(num_groups) = num_groups {
+            tracing::info!("the experts of a layer are dealt over {num_groups} blocks");
+        }
+        Ok(fitted)
+    }
+
+    fn has_all_slots(&self, plan: &Plan) -> bool {
+        let moves = |block: &&blockstreamer_core::plan::PlannedBlock| {
+            block.is_used && block.placement.is_streamed() && block.tier != Tier::Device
+        };
+        let moving: Vec<_> = plan.blocks.iter().filter(moves).collect();
+        let budget_bytes = self.stream.slot_budget.map_or(u64::MAX, |budget| budget.num_bytes);
+        if moving.iter().any(|block| block.image_bytes > budget_bytes) {
+            return false;
+        }
+        plan.num_slots >= self.stream.prefetch_ahead.saturating_add(1).min(moving.len())
+    }
+
+    /// Numbers of groups that deal the experts evenly.
+    pub fn candidates(&self) -> Vec<usize> {
+        let num_experts = self.open.model.dimensions().num_experts;
+        match self.stream.expert_groups {
+            Some(asked) => vec![asked],
+            None if num_experts == 0 => vec![self.open.options.num_expert_groups],
+            None => {
+                (1..=num_experts).filter(|groups| num_experts.is_multiple_of(*groups)).collect()
+            }
+        }
+    }
+
+    fn cut(&self, num_expert_groups: usize, trained: &Trained) -> Result<Fitted<'a>> {
+        let reopened = match num_expert_groups == self.open.options.num_expert_groups {
+            true => None,
+            false => Some(self.open.regroup(self.registry, num_expert_groups)?),
+        };
+        let open = reopened.as_ref().unwrap_or(self.open);
+        let source = open.source(self.stream)?;
+        let planner = Planner::new(
+            self.stream,
+            Arc::clone(&source),
+            &*open.model,
+            trained,
+            self.job,
+            self.is_cuda,
+            self.kind,
+        )?;
+        Ok(Fitted { reopened, source, planner })
+    }
+}
+
+impl OpenModel {
+    /// The same model with its experts dealt over another number of blocks.
+    fn regroup(&self, registry: &Registry, num_expert_groups: usize) -> Result<Self> {
+        let options = ModelOptions { num_expert_groups, ..self.options };
+        Self::open(registry, &self.directory, options)
+            .with_context(|| format!("cannot deal the experts over {num_expert_groups} blocks"))
+    }
+}
