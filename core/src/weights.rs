@@ -215,6 +215,11 @@ impl WeightTable {
         }));
     }
 
+    /// How many blocks are only for passes with pictures: the first ones.
+    pub fn num_vision_blocks(&self) -> usize {
+        self.blocks.iter().take_while(|block| block.only_with_vision).count()
+    }
+
     /// How many blocks are streamed.
     pub fn num_streamed(&self) -> usize {
         self.blocks.iter().filter(|block| block.placement == Placement::Streamed).count()

@@ -53,7 +53,7 @@ impl Executor {
         let Pass { inputs, mut saved, lowest, .. } = pass;
         let extents =
             inputs.iter().map(|input| Extent::of(&input.state)).collect::<Result<Vec<_>>>()?;
-        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+        let first = self.first_block_of(&inputs);
         let no_context = Context::default();
         let mut collected: Vec<NamedTensors> = inputs.iter().map(|_| NamedTensors::new()).collect();
         for block in self.backward_visits(lowest) {

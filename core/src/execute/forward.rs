@@ -72,16 +72,20 @@ impl Executor {
         let run = || {
             self.idle()?;
             let lowest = self.lowest_for(&inputs);
-            let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+            let first = self.first_block_of(&inputs);
             let forward = (first..self.num_streamed).map(BlockIndex);
             self.stream.schedule(forward.chain(self.backward_visits(lowest)))?;
-            self.run_forward(inputs, true, step, &mut |_, _, _| Ok(()))
+            self.run_forward(inputs, true, step, None)
         };
         self.recover(run())
     }
 
     /// Embeds and runs batches without keeping anything for backward, without dropout.
-    pub(super) fn forward(&self, batches: &[Batch], on_block: &mut OnBlock<'_>) -> Result<Pass> {
+    pub(super) fn forward(
+        &self,
+        batches: &[Batch],
+        on_block: Option<&mut OnBlock<'_>>,
+    ) -> Result<Pass> {
         self.idle()?;
         self.stream.schedule(self.inference_visits(has_vision(batches)))?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
@@ -172,7 +176,7 @@ impl Executor {
             let tensors = input.state.iter().chain(input.context.tensors.iter());
             tensors.into_iter().any(|(_, tensor)| tensor.requires_grad())
         };
-        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+        let first = self.first_block_of(inputs);
         match inputs.iter().any(wanted) {
             true => Some(BlockIndex(first)),
             false => self.lowest_trainable_from(first),
@@ -184,7 +188,7 @@ impl Executor {
         inputs: Vec<PassInput>,
         train: bool,
         step: u64,
-        on_block: &mut OnBlock<'_>,
+        mut on_block: Option<&mut OnBlock<'_>>,
     ) -> Result<Pass> {
         let lowest = if train { self.lowest_for(&inputs) } else { None };
         let _no_graph = tch::no_grad_guard();
@@ -197,7 +201,7 @@ impl Executor {
         }
         let mut flow = Flow::new(inputs.iter().map(|input| input.state.clone()).collect())?;
         let no_context = Context::default();
-        let first = self.first_block(inputs.iter().any(|input| input.has_vision));
+        let first = self.first_block_of(&inputs);
         let mut saved = Vec::new();
         for block in (first..self.num_streamed).map(BlockIndex) {
             let lease = self.lease(block)?;
@@ -235,7 +239,9 @@ impl Executor {
                 let own = |(name, tensor)| Ok((String::from(name), outlive(&lease, tensor)?));
                 flow.put(micro_batch, state.iter().map(own).collect::<Result<State>>()?);
             }
-            flow.each(|micro_batch, state| on_block(block, micro_batch, state))?;
+            if let Some(on_block) = &mut on_block {
+                flow.each(|micro_batch, state| on_block(block, micro_batch, state))?;
+            }
             if !saved_here.is_empty() {
                 saved.push(saved_here);
             }

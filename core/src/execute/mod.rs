@@ -144,8 +144,8 @@ impl Executor {
             also_streamed: streamed_head.into_iter().collect(),
             ..options.stream.clone()
         };
-        let plans = model.weights()?.blocks;
-        let num_vision = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        let table = model.weights()?;
+        let (num_vision, plans) = (table.num_vision_blocks(), table.blocks);
         if plans.iter().skip(num_vision).any(|plan| plan.only_with_vision) {
             return Err(Error::usage(
                 "blocks for pictures alone must come before all others in the model's table",
@@ -196,7 +196,7 @@ impl Executor {
         let (targets, num_targets) = self.targets(batches)?;
         self.schedule_training(has_vision(batches), options)?;
         let inputs = batches.iter().map(|batch| self.embed(batch)).collect::<Result<Vec<_>>>()?;
-        let pass = self.run_forward(inputs, true, options.step, &mut |_, _, _| Ok(()))?;
+        let pass = self.run_forward(inputs, true, options.step, None)?;
         let mut losses = Vec::new();
         let mut grads = Vec::new();
         let head = self.visit_head(&pass)?;
@@ -236,7 +236,7 @@ impl Executor {
 
     fn try_evaluate(&self, batches: &[Batch]) -> Result<StepLoss> {
         let (targets, num_targets) = self.targets(batches)?;
-        let pass = self.forward(batches, &mut |_, _, _| Ok(()))?;
+        let pass = self.forward(batches, None)?;
         let head = self.visit_head(&pass)?;
         let loss = |(micro_batch, targets)| head.loss(micro_batch, targets, num_targets);
         let losses = targets.iter().enumerate().map(loss).collect::<Result<Vec<_>>>()?;
@@ -257,9 +257,8 @@ impl Executor {
         on_block: &mut dyn FnMut(BlockIndex, &NamedTensors) -> Result<()>,
     ) -> Result<Tensor> {
         let mut run = || {
-            let pass = self.forward(std::slice::from_ref(batch), &mut |block, _, state| {
-                on_block(block, state)
-            })?;
+            let mut on_block = |block, _: usize, state: &NamedTensors| on_block(block, state);
+            let pass = self.forward(std::slice::from_ref(batch), Some(&mut on_block))?;
             self.visit_head(&pass)?.logits(0)
         };
         self.recover(run())
@@ -342,6 +341,11 @@ impl Executor {
     /// The first block of a pass.
     fn first_block(&self, has_vision: bool) -> usize {
         if has_vision { 0 } else { self.num_vision }
+    }
+
+    /// The first block of a pass over `inputs`.
+    fn first_block_of(&self, inputs: &[PassInput]) -> usize {
+        self.first_block(inputs.iter().any(|input| input.has_vision))
     }
 
     fn is_tokenwise(&self, block: BlockIndex) -> bool {

@@ -22,7 +22,7 @@ use tch::Tensor;
 
 use super::blocks::drop_cached;
 use super::{StepArgs, median, memory, random};
-use crate::engine::{Job, Launch, Launched, OpenModel, StreamConfig, Tier, device};
+use crate::engine::{Job, Launched, OpenModel, StreamConfig, Tier, device};
 use crate::plugins::Registry;
 use crate::run::{LoraConfig, RunConfig, Shares, StepMetrics, Stepper};
 use crate::size::Size;
@@ -151,8 +151,7 @@ pub fn bench_step(registry: &Registry, model: &Path, args: &StepArgs) -> Result<
             );
         }
         // The rows are text: blocks for pictures are not visited.
-        let plans = open.model.weights()?.blocks;
-        let num_vision = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        let num_vision = open.model.weights()?.num_vision_blocks();
         let visited = || open.layout.blocks.iter().skip(num_vision);
         let streamed = || visited().filter(|block| block.placement.is_streamed());
         (num_blocks, streamed_bytes) =
@@ -165,15 +164,8 @@ pub fn bench_step(registry: &Registry, model: &Path, args: &StepArgs) -> Result<
             Ok(())
         };
         link()?;
-        let launch = Launch {
-            registry,
-            open: &open,
-            stream: &config.stream,
-            device,
-            dtype: config.dtype,
-            job: Job { trains: true, tokens: *tokens, num_micro_batches: 1, patches: 0 },
-            seed: config.seed,
-        };
+        let job = Job { trains: true, tokens: *tokens, num_micro_batches: 1, patches: 0 };
+        let launch = config.launch(registry, &open, device, job);
         let adapter = |sites: &[Site]| -> Result<Option<Box<dyn Adapter>>> {
             Ok(Some(Box::new(Lora::new(sites, &lora, device)?)))
         };

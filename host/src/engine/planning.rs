@@ -140,8 +140,7 @@ impl<'a> Planner<'a> {
     ) -> Result<Self> {
         let blocks = source.blocks();
         let num_streamed = blocks.iter().filter(|block| block.placement.is_streamed()).count();
-        let plans = model.weights()?.blocks;
-        let num_vision_blocks = plans.iter().take_while(|plan| plan.only_with_vision).count();
+        let num_vision_blocks = model.weights()?.num_vision_blocks();
         let first_block = if job.patches > 0 { 0 } else { num_vision_blocks };
         let pass = match job.trains {
             true => Pass::Training {

@@ -8,10 +8,12 @@ use blockstreamer_core::family::ModelOptions;
 use blockstreamer_core::optimizer::{Decay, OptimizerOptions};
 use blockstreamer_core::weights::ExpertLayout;
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use crate::cli::ExpertArgs;
 use crate::data::{Overflow, PixelLimits};
-use crate::engine::{Precision, StreamConfig};
+use crate::engine::{Job, Launch, OpenModel, Precision, StreamConfig};
+use crate::plugins::Registry;
 use crate::size::Size;
 
 /// Every setting of a training run.
@@ -59,6 +61,18 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// How `open` is executed for `job` by these settings.
+    pub fn launch<'a>(
+        &'a self,
+        registry: &'a Registry,
+        open: &'a OpenModel,
+        device: Device,
+        job: Job,
+    ) -> Launch<'a> {
+        let (stream, dtype, seed) = (&self.stream, self.dtype, self.seed);
+        Launch { registry, open, stream, device, dtype, job, seed }
+    }
+
     /// What it decides about the model.
     pub fn model_options(&self) -> ModelOptions {
         ModelOptions {

@@ -17,7 +17,7 @@ use super::rows::load_rows;
 use super::step::{Launched, Stepper, adapter_of};
 use super::{RunConfig, RunFolder};
 use crate::data::{BatchOptions, Batches, DatasetOptions};
-use crate::engine::{Job, Launch, OpenModel, Precision, device};
+use crate::engine::{Job, OpenModel, Precision, device};
 use crate::plugins::Registry;
 use crate::trace::{self as timeline, TRACED_STEPS};
 
@@ -66,15 +66,13 @@ pub fn train(
     set_deterministic(true)?;
     let folder = RunFolder::open(&config.out, resume)?;
     // In 16 bits a token's experts are rounded once per block: a run goes on as it was cut.
-    let mut stream = config.stream.clone();
+    let mut config = config.clone();
     if resume
-        && stream.expert_groups.is_none()
+        && config.stream.expert_groups.is_none()
         && let Ok(earlier) = folder.earlier()
     {
-        stream.expert_groups = earlier.stream.expert_groups;
+        config.stream.expert_groups = earlier.stream.expert_groups;
     }
-    let effective = RunConfig { stream, ..config.clone() };
-    let config = &effective;
     let open = OpenModel::open(registry, &config.model, config.model_options())?;
     let rows =
         DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
@@ -90,7 +88,7 @@ pub fn train(
 
     let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
     if saved.is_some() {
-        folder.check_resumable(config)?;
+        folder.check_resumable(&config)?;
     } else if resume {
         tracing::warn!(
             "{} has no checkpoint yet: the run starts at its first step",
@@ -123,30 +121,22 @@ pub fn train(
         );
     }
 
-    let launch = Launch {
-        registry,
-        open: &open,
-        stream: &config.stream,
-        device,
-        dtype: config.dtype,
-        job: Job {
-            trains: true,
-            tokens: config.batch_size * batches.longest_row(),
-            num_micro_batches: config.micro_batches,
-            patches: batches.max_patches(),
-        },
-        seed: config.seed,
+    let job = Job {
+        trains: true,
+        tokens: config.batch_size * batches.longest_row(),
+        num_micro_batches: config.micro_batches,
+        patches: batches.max_patches(),
     };
+    let launch = config.launch(registry, &open, device, job);
     let started = launch.start(&|sites| Ok(Some(adapter(sites)?)))?;
     let executor = started.executor;
-    let mut effective = config.clone();
     if open.model.dimensions().num_experts > 0 {
-        effective.stream.expert_groups = Some(started.num_expert_groups);
+        config.stream.expert_groups = Some(started.num_expert_groups);
     }
     // Only now is something written: a run that cannot start leaves nothing to be in its way.
-    folder.create(&effective)?;
+    folder.create(&config)?;
     let mut run = Run {
-        config,
+        config: &config,
         folder: &folder,
         base_model: base_model.to_string_lossy().into_owned(),
         executor: &executor,
