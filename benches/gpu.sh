@@ -4,10 +4,11 @@
 #
 #   benches/gpu.sh BINARIES OUT [phase...]
 #
-#   doctor tiny engine repeat real real_moe real_pictures   does it run, and are the numbers right
+#   doctor tiny contract engine peft repeat real real_moe real_pictures   does it run, and are the numbers right
 #   stream step small train pictures  how fast is it, beside the bare link and drive; a run with pictures
-#   gpt_oss                           goldens and the layer's speed; a 120B-shaped checkpoint of GPT_OSS_LAYERS layers on a
-#                                     small machine, and block-streamer on it
+#   gpt_oss gpt_oss_places            goldens and the layer's speed; the same adapter from wherever blocks are
+#   gpt_oss_small                     20b and a 120B-shaped checkpoint of GPT_OSS_LAYERS layers on a small machine, and
+#                                     block-streamer on it
 #   peers                             how fast are other programs on the same checkpoint
 #
 # BINARIES holds the stripped `blockstreamer`, the plugins' *.so and the test binary `engine-tests`;
@@ -16,7 +17,7 @@
 # Measurements share one checkpoint of the 8B shape, which the first phase that needs it writes.
 set -u
 binaries=$(realpath "$1"); out=$(realpath "$2"); shift 2
-phases=${*:-doctor tiny engine repeat real real_moe real_pictures stream step small train pictures gpt_oss peers}
+phases=${*:-doctor tiny contract engine peft repeat real real_moe real_pictures stream step small train pictures gpt_oss gpt_oss_places gpt_oss_small peers}
 cd "$(dirname "$0")/.."
 torch=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -49,8 +50,16 @@ tiny() {
         for golden in tests/goldens/qwen3_vl*; do
             echo "-- $golden, $dtype"; conformance --golden "$golden" --dtype $dtype || ok=1
         done
-        echo "-- contract, $dtype"; conformance --dtype $dtype || ok=1
     done
+    return $ok
+}
+
+contract() {
+    local ok=0 dtype
+    for FAMILY in qwen3-vl gpt-oss; do
+        for dtype in fp32 bf16; do echo "-- $FAMILY, $dtype"; conformance --dtype $dtype || ok=1; done
+    done
+    unset FAMILY
     return $ok
 }
 
@@ -69,6 +78,24 @@ against_transformers() { # size, layers, arguments of make_golden.py...
 real() { against_transformers 8b 4 --tokens 256; }
 real_moe() { against_transformers 30b-a3b 1 --tokens 256 --layers-adapted 1; }
 real_pictures() { against_transformers 8b 1 --tokens 256 --layers-adapted 1 --pictures; }
+
+# Adapters and merged checkpoints of tiny models, attention, experts and router, in peft and transformers.
+peft() {
+    local ok=0 model="$work/tiny" size train merge
+    for size in qwen3-vl:tiny qwen3-vl:tiny-moe gpt-oss:tiny; do
+        train=() merge=()
+        [ $size = qwen3-vl:tiny ] || train=(--set 'lora.target_parameters=["mlp.experts.gate_up_proj","mlp.experts.down_proj"]')
+        [ $size = gpt-oss:tiny ] && merge=(--experts bf16)
+        rm -rf "$model"*
+        "$bs" synth $size --out "$model" || return 1
+        "$bs" train --model "$model" --data host/assets/demo.jsonl --out "$model-run" --set steps=4 --set device=cuda \
+            --set learning_rate=1e-3 --set data.overflow=truncate --set sequence_length=256 "${train[@]}" || return 1
+        "$bs" merge "$model" --adapter "$model-run/adapter" --out "$model-merged" "${merge[@]}" || return 1
+        CUDA_VISIBLE_DEVICES= python3 -W ignore tests/python/check_adapter.py "$model" "$model-run/adapter" || ok=1
+        CUDA_VISIBLE_DEVICES= python3 -W ignore tests/python/check_merged.py "$model" "$model-run/adapter" "$model-merged" || ok=1
+    done
+    return $ok
+}
 
 # The whole 8B shape, trained on rows with pictures within 8 GiB of device memory.
 pictures() {
@@ -147,7 +174,17 @@ train() {
 
 # The checkpoint that the measurements share.
 big() {
-    [ -e "$work/8b/config.json" ] || { time "$bs" synth qwen3-vl:8b --out "$work/8b"; }
+    [ -e "$work/8b/config.json" ] || { bare_writes; time "$bs" synth qwen3-vl:8b --out "$work/8b"; }
+}
+
+# What the drive of WORK takes, past the page cache and through it.
+bare_writes() {
+    head -c 2G /dev/urandom > /dev/shm/blockstreamer-random
+    for how in oflag=direct conv=fsync; do
+        dd if=/dev/shm/blockstreamer-random of="$work/written" bs=16M $how 2>&1 | tail -n 1 | sed "s/^/bare writes, $how: /"
+        rm "$work/written"
+    done
+    rm /dev/shm/blockstreamer-random
 }
 
 # Runs `blockstreamer bench …`, keeps its JSON as OUT/NAME.json and what matters of it for the phase's end.
@@ -176,7 +213,9 @@ stream() {
     local ok=0
     bench stream-ram stream --tier ram --blocks 36 --block-size 368MiB || ok=1
     bench stream-ram-large stream --tier ram --blocks 12 --block-size 1.63GiB --prefetch-ahead 2 || ok=1
-    bench stream-disk stream --tier disk --blocks 24 --block-size 368MiB --passes 2 --dir "$work/blocks" || ok=1
+    bench stream-disk stream --tier disk --blocks 36 --block-size 368MiB --passes 3 --dir "$work/blocks" || ok=1
+    rm -rf "$work/blocks"
+    bench stream-disk-large stream --tier disk --blocks 6 --block-size 1.63GiB --passes 2 --dir "$work/blocks" || ok=1
     rm -rf "$work/blocks"
     return $ok
 }
@@ -229,18 +268,21 @@ watched() {
     return $code
 }
 
-# A small machine: 8 GiB of device memory, 16 GiB of host memory, a drive with nothing cached.
+# A small machine: 8 GiB of device memory, 16 GiB of host memory, a drive with nothing cached. Both together hold
+# the model; with 6 GiB of host memory the drive is read in every step.
 small() {
-    local group ram=()
+    local ram ok=0
     big || return 1
-    group=$(limit_group)
-    [ -n "$group" ] || ram=(--ram 16GiB)
-    watched limited "$group" bench small step "$work/8b" --tier auto --vram 8GiB "${ram[@]}" --cold \
-        --tokens 128,2048 --steps 4 --warmup 2
+    for ram in 16 6; do
+        watched limited "$(limit_group)" bench small-$ram step "$work/8b" --tier auto --vram 8GiB --ram ${ram}GiB --cold \
+            --tokens 128,2048 --steps 4 --warmup 2 || ok=1
+    done
+    return $ok
 }
 
+# gpt-oss: goldens.
 gpt_oss() {
-    local ok=0 model="$work/120b" group dtype golden
+    local ok=0 dtype golden
     for dtype in fp32 bf16; do
         for golden in tests/goldens/gpt_oss*; do
             echo "-- $golden, $dtype"; FAMILY=gpt-oss conformance --golden "$golden" --dtype $dtype || ok=1
@@ -248,11 +290,35 @@ gpt_oss() {
     done
     BLOCKSTREAMER_TEST_DEVICE=cuda "$binaries/engine-tests" --test-threads=1 --ignored --nocapture mxfp4_layer_speed || ok=1
     python3 -W ignore benches/gpt_oss_layer.py || ok=1
-    rm -rf "$work/8b"
-    time "$bs" synth gpt-oss:120b --layers "${GPT_OSS_LAYERS:-12}" --out "$model" || return 1
-    group=$(limit_group)
-    watched limited "$group" bench gpt-oss-small step "$model" --tier auto --vram 8GiB --cold \
+    return $ok
+}
+
+# Four layers of 120b, in blocks of 1.63 GiB: the same adapter, byte for byte, wherever the blocks are.
+gpt_oss_places() {
+    local model="$work/120b-4" tier
+    "$bs" synth gpt-oss:120b --layers 4 --out "$model" || return 1
+    rows
+    rm -rf "$work"/places-*
+    for tier in device ram disk; do
+        "$bs" train --model "$model" --data "$work/rows.jsonl" --out "$work/places-$tier" --expert-groups 1 \
+            --set stream.tier=$tier --set steps=3 --set micro_batches=2 --set sequence_length=512 --set lora.rank=4 \
+            --set data.overflow=truncate --set device=cuda --set learning_rate=1e-3 \
+            --set 'lora.target_parameters=["mlp.experts.gate_up_proj","mlp.experts.down_proj"]' || return 1
+        cmp "$work/places-device/adapter/adapter_model.safetensors" "$work/places-$tier/adapter/adapter_model.safetensors" || return 1
+    done
+    echo "the adapters of runs from the device, pinned RAM and the drive are the same bytes"
+    rm -rf "$model"
+}
+
+# A small machine again: 20b whole, and 120b with as many layers as the drive holds.
+gpt_oss_small() {
+    local ok=0 model="$work/120b"
+    watched limited "$(limit_group)" bench gpt-oss-20b step gpt-oss:20b --work-dir "$work/20b" --tier auto --vram 8GiB --cold \
         --tokens 128,2048 --steps 3 --warmup 2 || ok=1
+    rm -rf "$work/20b" "$work/8b"
+    time "$bs" synth gpt-oss:120b --layers "${GPT_OSS_LAYERS:-12}" --out "$model" || return 1
+    watched limited "$(limit_group)" bench gpt-oss-small step "$model" --tier auto --vram 8GiB --cold \
+        --tokens 128,2048 --steps 2 --warmup 1 || ok=1
     if wheels; then
         limited "$(limit_group)" timeout "${PEER_S:-200}" python3 -W ignore benches/peers.py block-streamer-disk "$model" \
             --shards "$work/120b-shards" --cold --tokens 128 --steps 1 --warmup 1 || { echo "block-streamer-disk failed"; ok=1; }

@@ -77,6 +77,14 @@ pub enum Error {
         /// The allocator's words.
         message: String,
     },
+    /// No plan fits into the memory that may be used.
+    #[error("{message}")]
+    Budget {
+        /// How much more the plan that needs the least would take.
+        missing_bytes: u64,
+        /// Which memory, how much would do, and what it is for.
+        message: String,
+    },
     /// The CUDA driver refused an operation.
     #[error("CUDA: {action}: {message}")]
     Cuda {

@@ -31,6 +31,7 @@ pub mod read;
 pub mod routed;
 pub mod scope;
 pub mod site;
+mod size;
 pub mod source;
 pub mod state;
 pub mod stream;

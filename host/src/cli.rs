@@ -152,7 +152,7 @@ pub struct ShardArgs {
     /// Folders to write, separated by commas; every block is striped over all of them
     #[arg(long, value_delimiter = ',', required = true)]
     pub out: Vec<PathBuf>,
-    /// Check existing shards instead of writing
+    /// Compare existing shards with the model, byte by byte, instead of writing
     #[arg(long)]
     pub verify: bool,
     /// Experts: a run takes shards as they were cut
@@ -214,6 +214,9 @@ pub struct EvalArgs {
     /// Most pixels of a picture; the model's own bound if not given
     #[arg(long)]
     pub max_pixels: Option<usize>,
+    /// What chat templates print as the current date, for example 2026-11-30; today if not given
+    #[arg(long)]
+    pub date: Option<jiff::civil::Date>,
     /// Rows of one pass
     #[arg(long, default_value_t = 1)]
     pub batch_size: usize,

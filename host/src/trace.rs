@@ -7,8 +7,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::block::BlockSpec;
-use blockstreamer_core::checkpoint::atomic::write_file;
-use blockstreamer_core::stream::{Lane, Span};
+use blockstreamer_core::checkpoint::atomic::{AtomicFile, write_file};
+use blockstreamer_core::stream::{BlockStream, Lane, Span};
 use serde_json::{Value, json};
 
 /// Steps that a trace shows: enough to see the boundary of two steps twice, and a file of some megabytes
@@ -20,23 +20,39 @@ const RESOLUTION_US: f64 = 2.0;
 /// Tracks that one kind of work may take: its numbers are apart by this.
 const TRACKS_PER_LANE: usize = 1000;
 
-/// Refuses a file that could not be written when the time comes.
+/// Refuses a file that could not be written when the time comes: tries it, and leaves nothing.
 ///
 /// # Errors
-/// When the folder of `path` is none, or `path` is a folder.
+/// When the folder of `path` is none or nothing can be written there, or `path` is a folder.
 pub fn check_path(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     if path.is_dir() || !folder.unwrap_or(Path::new(".")).is_dir() {
         bail!("--trace {}: name a file in a folder that exists", path.display());
     }
-    Ok(())
+    let tried = AtomicFile::create(path).and_then(|mut file| file.write(b"{}"));
+    tried.with_context(|| {
+        format!("--trace {}: name a file in a folder that can be written", path.display())
+    })
+}
+
+/// Ends the trace of `stream` and writes it to `path`. Returns whether it is there: a file that cannot be
+/// written after all costs the trace, with a warning, and not the run.
+///
+/// # Errors
+/// When the device cannot be asked what happened.
+pub(crate) fn finish(path: &Path, stream: &BlockStream) -> Result<bool> {
+    let written = write(path, &stream.take_trace()?, stream.blocks());
+    if let Err(error) = &written {
+        tracing::warn!("{error:#}");
+    }
+    Ok(written.is_ok())
 }
 
 /// Writes `spans` as the file `path`, whole or not at all. `blocks` gives their names.
 ///
 /// # Errors
 /// When the file cannot be written.
-pub fn write(path: &Path, spans: &[Span], blocks: &[BlockSpec]) -> Result<()> {
+fn write(path: &Path, spans: &[Span], blocks: &[BlockSpec]) -> Result<()> {
     let text = serde_json::to_string(&document(spans, blocks))?;
     write_file(path, text.as_bytes())
         .with_context(|| format!("the trace {} was not written", path.display()))
@@ -185,5 +201,9 @@ mod tests {
             let error = check_path(&path).unwrap_err().to_string();
             assert!(error.contains("a folder that exists"), "{error}");
         }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "something was left");
+        // A folder in which nobody may make a file, whoever asks.
+        let error = format!("{:#}", check_path(Path::new("/proc/trace.json")).unwrap_err());
+        assert!(error.contains("/proc/trace.json: name a file"), "{error}");
     }
 }

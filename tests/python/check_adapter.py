@@ -21,8 +21,12 @@ def load_model(directory):
     config = AutoConfig.from_pretrained(directory)
     kind = getattr(transformers, config.architectures[0])
     # Fused experts have a module whose kernel can be chosen; dense models ignore the choice.
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
-                                experts_implementation="eager").eval()
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
+                                 experts_implementation="eager").eval()
+    # Of packed experts some versions make bf16, which holds their values exactly.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
 
 
 def pattern_value(patterns, module, default):

@@ -8,7 +8,7 @@ use blockstreamer_core::adapter::{Adapter, AdapterCall, Trainable};
 use blockstreamer_core::batch::Batch;
 use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::context::Context;
-use blockstreamer_core::device::dropout;
+use blockstreamer_core::device::{dropout, upload};
 use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::family::{Model, ModelDimensions};
 use blockstreamer_core::scope::Scope;
@@ -176,7 +176,7 @@ impl Model for ToyModel {
     fn embed(&self, scope: &dyn Scope, batch: &Batch) -> Result<(Context, State)> {
         let hidden = scope.embedding("embed", &batch.input_ids)?;
         let mut context = Context::default();
-        let extra = wave(&[HIDDEN_SIZE], 9.0).f_to_device(scope.device())?;
+        let extra = upload(&wave(&[HIDDEN_SIZE], 9.0), scope.device())?;
         context.tensors.insert("extra", extra.f_to_kind(scope.compute_kind())?);
         let mut state = State::new().with(HIDDEN, hidden);
         if let Some(images) = &batch.images {

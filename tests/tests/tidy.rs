@@ -122,7 +122,7 @@ fn the_command_line_is_the_one_agreed_on() {
             "shard --expert-groups --expert-layout --out --verify MODEL",
             "train --data --expert-groups --expert-layout --model --out --ram --resume --set --trace \
              --vram CONFIG",
-            "eval --adapter --batch-size --data --device --dtype --expert-groups --expert-layout --json \
+            "eval --adapter --batch-size --data --date --device --dtype --expert-groups --expert-layout --json \
              --max-pixels --min-pixels --prefetch-ahead --ram --sequence-length --tier --vram MODEL",
             "merge --adapter --device --expert-layout --experts --json --max-file --out MODEL",
             "bench stream --block-size --blocks --chunk --device --dir --json --num-chunks --passes \
@@ -136,4 +136,31 @@ fn the_command_line_is_the_one_agreed_on() {
     let global = command.get_arguments().filter(|argument| argument.is_global_set());
     let global: Vec<_> = global.filter_map(|argument| argument.get_long()).collect();
     assert!(global.contains(&"plugin-dir"), "{global:?}");
+}
+
+/// The names of the methods in the block that `opening` begins.
+fn methods(file: &str, opening: &str) -> BTreeSet<String> {
+    let text = fs::read_to_string(root().join(file)).unwrap();
+    let start = text.find(opening).unwrap_or_else(|| panic!("{file} lacks '{opening}'"));
+    let block = &text[start..start + text[start..].find("\n}").unwrap()];
+    let names = block.lines().filter_map(|line| line.strip_prefix("    fn ")?.split('(').next());
+    names.map(str::to_owned).collect()
+}
+
+/// A method with a default that a guard forgets to hand on is never called across the boundary.
+#[test]
+fn the_guards_of_the_plugin_boundary_hand_every_method_on() {
+    let (family, scope) = ("core/src/family.rs", "core/src/scope.rs");
+    let (guard, host_guard) = ("core/src/plugin/guard.rs", "core/src/plugin/host_guard.rs");
+    for (file, wanted, guard, found) in [
+        (family, "pub trait ModelFamily", guard, "impl ModelFamily for GuardedFamily"),
+        (family, "pub trait ModelFamily", host_guard, "impl ModelFamily for HostFamily"),
+        (family, "pub trait Model:", guard, "impl Model for GuardedModel"),
+        (family, "pub trait Model:", host_guard, "impl Model for HostModel"),
+        (scope, "pub trait Scope", host_guard, "impl Scope for GuardedScope"),
+    ] {
+        let wanted = methods(file, wanted);
+        assert!(wanted.len() > 5, "{wanted:?}");
+        assert_eq!(methods(guard, found), wanted, "{found}");
+    }
 }

@@ -144,6 +144,8 @@ impl AtomicDirectory {
 }
 
 const PARTIAL_SUFFIX: &str = ".partial";
+/// Random letters between prefix and suffix: as many as tempfile takes.
+const NUM_RANDOM: usize = 6;
 
 /// The hidden beginning of the names under which `target` is written.
 fn partial_prefix(target: &Path) -> String {
@@ -155,7 +157,8 @@ fn partial_prefix(target: &Path) -> String {
 /// # Errors
 /// [`Error::Io`].
 pub fn remove_partials(target: &Path) -> Result<()> {
-    remove_partials_with(&partial_prefix(target), parent(target))
+    let wanted = partial_prefix(target);
+    remove_partials_with(parent(target), |prefix| prefix == wanted)
 }
 
 /// Removes what killed processes left of anything in `folder`. Nobody else may be writing there.
@@ -163,24 +166,36 @@ pub fn remove_partials(target: &Path) -> Result<()> {
 /// # Errors
 /// [`Error::Io`].
 pub fn remove_all_partials(folder: &Path) -> Result<()> {
-    remove_partials_with(".", folder)
+    remove_partials_with(folder, |prefix| prefix.starts_with('.'))
 }
 
-fn remove_partials_with(prefix: &str, folder: &Path) -> Result<()> {
+fn remove_partials_with(folder: &Path, is_meant: impl Fn(&str) -> bool) -> Result<()> {
     let entries = match fs::read_dir(folder) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        // Nothing was left where nothing can be; the writing says what is wrong there.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Ok(());
+        }
         entries => entries.map_err(Error::io("list", folder))?,
     };
     for entry in entries {
         let path = entry.map_err(Error::io("list", folder))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(prefix) && name.ends_with(PARTIAL_SUFFIX) {
+        if random_prefix(&name).is_some_and(&is_meant) {
             let removed =
                 if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
             removed.map_err(Error::io("remove", &path))?;
         }
     }
     Ok(())
+}
+
+/// What stands before the random letters of a partial's name; `None` for other names. Another target's name may
+/// go on where this one's ends.
+fn random_prefix(name: &str) -> Option<&str> {
+    let stem = name.strip_suffix(PARTIAL_SUFFIX)?;
+    let (prefix, random) = stem.split_at_checked(stem.len().checked_sub(NUM_RANDOM)?)?;
+    let is_random = random.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    (prefix.ends_with('.') && is_random).then_some(prefix)
 }
 
 fn parent(path: &Path) -> &Path {

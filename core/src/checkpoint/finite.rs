@@ -11,10 +11,10 @@ const SCAN_BYTES: usize = 4 << 20;
 
 /// How names of [`Role::Mxfp4Scales`](crate::weights::Role::Mxfp4Scales) end.
 const MXFP4_SCALES_END: &str = "_scales";
-/// The scale that makes no number of 32 codes.
-const MXFP4_NAN: u8 = 0xff;
+/// The least scale with which the largest code is infinite in fp32. 255 makes no number of any code.
+const MXFP4_INFINITE: u8 = 253;
 
-/// A tensor that holds NaN or infinite values.
+/// A tensor that holds NaN or infinite values, or scales that make some.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NonFinite {
     /// Name inside the block.
@@ -43,7 +43,7 @@ pub fn scan_block(source: &dyn BlockSource, block: BlockIndex) -> Result<Vec<Non
             buffer.resize(end - start, 0);
             source.read(block, offset_bytes + start..offset_bytes + end, &mut buffer)?;
             for (index, element) in buffer.chunks_exact(dtype.size_bytes()).enumerate() {
-                if !is_finite(*dtype, element) || (are_scales && element == [MXFP4_NAN]) {
+                if !is_finite(*dtype, element) || (are_scales && *element >= [MXFP4_INFINITE][..]) {
                     num_values += 1;
                     first_element.get_or_insert(start / dtype.size_bytes() + index);
                 }

@@ -14,6 +14,7 @@ mod identity;
 mod index;
 mod layout;
 mod read;
+mod sized_file;
 mod synthesize;
 mod tensors;
 mod weight_files;

@@ -2,7 +2,8 @@
 //!
 //! Values come from a table of 65,536, indexed by 16 bits of a counter-based stream (SplitMix64 of seed,
 //! tensor name and position): one multiplication chain gives four values, any part of any tensor can be
-//! filled alone, and the result depends on neither threads nor file sizes. The table is the normal
+//! filled alone, and the result depends on neither threads nor file sizes. Making values takes a core less
+//! time than any drive takes for them; they are written past the page cache, several pieces at a time. The table is the normal
 //! distribution on a grid of 256 radii by 256 angles (Box-Muller), cut at 3.5 standard deviations.
 
 use std::collections::BTreeMap;
@@ -12,18 +13,22 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use super::atomic::AtomicDirectory;
+use super::atomic::{AtomicDirectory, remove_partials};
 use super::identity::Fingerprint;
+use super::sized_file::page_part;
 use super::tensor_bytes;
 use super::weight_files::{NewTensor, WeightFiles};
+use crate::device::HostBuffer;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::weights::{Role, Weight, WeightTable};
 
 /// Written beside the weights: says that they are random, and marks the folder as ours to replace.
 pub(crate) const MARKER_FILE: &str = "synthetic.json";
-/// Bytes that a thread fills and writes at once.
+/// Bytes that a thread fills and writes at once, at most.
 const PIECE_BYTES: usize = 8 << 20;
+/// At least as many threads fill and write: those that wait for the drive need no core.
+const MIN_THREADS: usize = 8;
 /// Entries of a value table.
 const NUM_VALUES: usize = 1 << 16;
 
@@ -74,6 +79,8 @@ struct Piece {
     target: usize,
     start_bytes: usize,
     num_bytes: usize,
+    /// How far behind the start of a page it starts in its file.
+    skipped_bytes: usize,
 }
 
 /// Writes a random checkpoint for `table`: `config.json`, the weights in one file or in several with an
@@ -84,6 +91,7 @@ struct Piece {
 /// itself; [`Error::Io`], for example when the disk is full.
 pub fn synthesize(table: &WeightTable, options: &SynthesizeOptions) -> Result<Synthesized> {
     let (targets, values) = targets(table, options)?;
+    remove_partials(&options.directory)?;
     let directory = AtomicDirectory::create(&options.directory, MARKER_FILE)?;
     let write = |name: &str, bytes: &[u8]| {
         let path = directory.path().join(name);
@@ -106,9 +114,13 @@ pub fn synthesize(table: &WeightTable, options: &SynthesizeOptions) -> Result<Sy
     )?;
     let mut pieces = Vec::new();
     for (target, tensor) in tensors.iter().enumerate() {
-        for start_bytes in (0..tensor.num_bytes).step_by(PIECE_BYTES) {
-            let num_bytes = PIECE_BYTES.min(tensor.num_bytes - start_bytes);
-            pieces.push(Piece { target, start_bytes, num_bytes });
+        let mut start_bytes = 0;
+        while start_bytes < tensor.num_bytes {
+            // All but the first start at a page of the file.
+            let skipped_bytes = page_part(files.offset_bytes(target) + start_bytes as u64);
+            let num_bytes = (PIECE_BYTES - skipped_bytes).min(tensor.num_bytes - start_bytes);
+            pieces.push(Piece { target, start_bytes, num_bytes, skipped_bytes });
+            start_bytes += num_bytes;
         }
     }
     fill_all(&targets, &values, &pieces, &files)?;
@@ -196,7 +208,7 @@ fn value_table(role: Role, dtype: Dtype, initializer_range: f64) -> Result<Vec<u
     tensor_bytes(&values.f_to_kind(Kind::Float)?.f_to_kind(dtype.kind())?)
 }
 
-/// Fills and writes all pieces on as many threads as there are cores.
+/// Fills and writes all pieces on several threads.
 fn fill_all(
     targets: &[Target<'_>],
     values: &[Vec<u8>],
@@ -205,20 +217,21 @@ fn fill_all(
 ) -> Result<()> {
     let next = AtomicUsize::new(0);
     let work = || {
-        let mut buffer = Vec::new();
+        // It starts at a page, so that a piece can lie in memory as it will in the file.
+        let mut buffer = HostBuffer::new(PIECE_BYTES)?;
         while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
             let target = &targets[piece.target];
-            buffer.resize(piece.num_bytes, 0);
-            let values = &values[target.values];
-            fill(target.dtype, target.seed, values, piece.start_bytes, &mut buffer);
-            files.write(piece.target, piece.start_bytes, &buffer).inspect_err(|_| {
+            let bytes = &mut buffer.bytes_mut()[piece.skipped_bytes..][..piece.num_bytes];
+            fill(target.dtype, target.seed, &values[target.values], piece.start_bytes, bytes);
+            files.write(piece.target, piece.start_bytes, bytes).inspect_err(|_| {
                 // The others need not go on.
                 next.store(pieces.len(), Ordering::Relaxed);
             })?;
         }
         Ok(())
     };
-    let num_threads = std::thread::available_parallelism().map_or(1, usize::from).min(pieces.len());
+    let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let num_threads = num_cores.max(MIN_THREADS).min(pieces.len());
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..num_threads).map(|_| scope.spawn(work)).collect();
         threads.into_iter().try_for_each(|thread| {
@@ -240,16 +253,26 @@ fn fill(dtype: Dtype, seed: u64, values: &[u8], start_bytes: usize, into: &mut [
 }
 
 fn fill_elements<const SIZE: usize>(seed: u64, values: &[u8], start_bytes: usize, into: &mut [u8]) {
-    let values = values.as_chunks::<SIZE>().0;
+    // Of a length that the compiler knows: no look-up is checked.
+    let values = &values.as_chunks::<SIZE>().0[..NUM_VALUES];
+    let first = start_bytes / SIZE;
     let elements = into.as_chunks_mut::<SIZE>().0;
-    // Pieces start on a multiple of four elements.
-    let first_word = (start_bytes / SIZE / 4) as u64;
-    for (word, quartet) in (first_word..).zip(elements.chunks_mut(4)) {
-        let mut bits = split_mix(seed, word);
-        for element in quartet {
-            *element = values[bits as usize % NUM_VALUES];
-            bits >>= 16;
-        }
+    let (before, elements) = elements.split_at_mut(((4 - first % 4) % 4).min(elements.len()));
+    let quartet = |word: u64| {
+        let bits = split_mix(seed, word);
+        [0, 16, 32, 48].map(|shift| values[usize::from((bits >> shift) as u16)])
+    };
+    for (element, value) in before.iter_mut().zip(quartet(first as u64 / 4).iter().skip(first % 4))
+    {
+        *element = *value;
+    }
+    let first_word = first.div_ceil(4) as u64;
+    let (quartets, after) = elements.as_chunks_mut::<4>();
+    for (word, into) in (first_word..).zip(&mut *quartets) {
+        *into = quartet(word);
+    }
+    for (element, value) in after.iter_mut().zip(quartet(first_word + quartets.len() as u64)) {
+        *element = value;
     }
 }
 
@@ -273,8 +296,13 @@ mod tests {
             let mut whole = vec![0; 4096 + 24];
             fill(dtype, 5, &values, 0, &mut whole);
             let mut parts = vec![0; whole.len()];
-            for (part, into) in parts.chunks_mut(1024).enumerate() {
-                fill(dtype, 5, &values, part * 1024, into);
+            // Some start amid four elements, some end there, some do both.
+            let size = dtype.size_bytes();
+            let mut start = 0;
+            for num_elements in [256, 3, 8, 2, 1, 1, 5, 5000] {
+                let end = parts.len().min(start + size * num_elements);
+                fill(dtype, 5, &values, start, &mut parts[start..end]);
+                start = end;
             }
             assert_eq!(whole, parts, "{dtype:?}");
         }

@@ -1,15 +1,14 @@
 //! The weight files of a checkpoint in the making: which tensor goes where, the headers, the index.
 
-use std::fs::File;
-use std::io::Write;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::sized_file::SizedFile;
 use super::{header, index};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::size::size;
 
 /// A tensor that is going to be written.
 #[derive(Debug)]
@@ -27,8 +26,7 @@ pub(crate) struct NewTensor<'a> {
 /// Weight files whose headers are written and whose tensors may come in any order and in parts.
 #[derive(Debug)]
 pub(crate) struct WeightFiles {
-    /// Each with the path that messages name.
-    files: Vec<(File, PathBuf)>,
+    files: Vec<SizedFile>,
     /// Of every tensor: its file, and its start there.
     places: Vec<(usize, u64)>,
 }
@@ -69,11 +67,9 @@ impl WeightFiles {
                 offset_bytes += tensors[*member].num_bytes as u64;
                 weight_map.insert(tensors[*member].name.to_owned(), json!(name));
             }
-            let path = target.join(&name);
-            let mut handle =
-                File::create(directory.join(&name)).map_err(Error::io("create", &path))?;
-            handle.write_all(&header).map_err(Error::io("write", &path))?;
-            files.push((handle, path));
+            let file = SizedFile::create(&directory.join(&name), target.join(&name), offset_bytes)?;
+            file.write(0, &header)?;
+            files.push(file);
         }
         if files.len() > 1 {
             let index = json!({
@@ -91,15 +87,19 @@ impl WeightFiles {
         self.files.len()
     }
 
-    /// Writes `bytes` of the tensor at position `tensor`, from its byte `start_bytes` on.
+    /// Where the tensor at position `tensor` starts in its file.
+    pub(crate) fn offset_bytes(&self, tensor: usize) -> u64 {
+        self.places[tensor].1
+    }
+
+    /// Writes `bytes` of the tensor at position `tensor`, from its byte `start_bytes` on. They go
+    /// past the page cache if they lie as far behind a multiple of 4,096 bytes in memory as in the file.
     ///
     /// # Errors
     /// [`Error::Io`], for example when the disk is full.
     pub(crate) fn write(&self, tensor: usize, start_bytes: usize, bytes: &[u8]) -> Result<()> {
         let (file, offset_bytes) = self.places[tensor];
-        let (file, path) = &self.files[file];
-        file.write_all_at(bytes, offset_bytes + start_bytes as u64)
-            .map_err(Error::io("write", path))
+        self.files[file].write(offset_bytes + start_bytes as u64, bytes)
     }
 }
 
@@ -143,11 +143,10 @@ fn check_room(directory: &Path, target: &Path, num_bytes: u64) -> Result<()> {
     if found.f_blocks == 0 || num_bytes <= free_bytes {
         return Ok(());
     }
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let message = format!(
-        "takes {:.1} GiB, but the disk has {:.1} GiB free; make room or choose a folder on another disk",
-        gib(num_bytes),
-        gib(free_bytes)
+        "takes {}, but the disk has {} free; make room or choose a folder on another disk",
+        size(num_bytes),
+        size(free_bytes)
     );
     Err(Error::file(target, message))
 }
@@ -201,7 +200,7 @@ mod tests {
         let tensors = [tensor("w", Dtype::F32, &shape)];
         let error = WeightFiles::create(folder.path(), Path::new("out"), &tensors, 100);
         let message = error.unwrap_err().to_string();
-        assert!(message.contains("out: takes 4294967296.0 GiB"), "{message}");
+        assert!(message.contains("out: takes 4294967296.00 GiB"), "{message}");
         assert!(message.contains("GiB free; make room"), "{message}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }

@@ -116,9 +116,10 @@ impl dyn CopyEngine {
     }
 }
 
-/// Copies within host memory, for runs without a GPU.
+/// Copies within host memory, for runs without a GPU and for images that stay there. A copy is made when it
+/// is started.
 #[derive(Debug)]
-struct HostCopyEngine;
+pub(crate) struct HostCopyEngine;
 
 impl CopyEngine for HostCopyEngine {
     fn device(&self) -> Device {

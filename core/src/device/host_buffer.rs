@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 
 /// Page-aligned, zero-initialised host memory of an exact size; page-locked when a CUDA device needs it.
 ///
-/// Anonymous pages are used rather than an allocator's pinned pool: pools round up to powers of two.
+/// Empty by default. Anonymous pages are used rather than an allocator's pinned pool: pools round up to powers of two.
+#[derive(Default)]
 pub struct HostBuffer {
     // Before the map: fields are dropped in order, and the lock must go first.
     lock: Option<PageLock>,

@@ -10,6 +10,7 @@ mod nvrtc;
 mod torch_lists;
 mod torch_shim;
 
+pub(crate) use copy_engine::HostCopyEngine;
 pub use copy_engine::{CopyEngine, CopyPiece, Event};
 pub use cuda::{CudaInfo, cuda_info, load_cuda};
 pub(crate) use custom_gradient::with_gradient;

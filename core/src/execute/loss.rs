@@ -86,7 +86,7 @@ impl Executor {
     /// Start and length of each chunk of rows whose fp32 logits fit the budget.
     fn chunks(&self, num_rows: usize) -> impl Iterator<Item = (i64, i64)> {
         let row_bytes = self.model.dimensions().vocab_size.max(1) * size_of::<f32>();
-        let length = (self.options.loss_chunk_bytes / row_bytes).max(1);
+        let length = chunk_rows(self.options.loss_chunk_bytes / row_bytes);
         (0..num_rows)
             .step_by(length)
             .map(move |start| (start as i64, length.min(num_rows - start) as i64))
@@ -223,6 +223,14 @@ fn hand_in(
         }
     }
     Ok(())
+}
+
+/// As many of `num_rows` as fill the tiles of a matrix product: the products of 220 rows take as long as
+/// those of 256.
+fn chunk_rows(num_rows: usize) -> usize {
+    const TILES: [usize; 2] = [256, 64];
+    let tile = TILES.into_iter().find(|tile| *tile <= num_rows);
+    tile.map_or(num_rows.max(1), |tile| num_rows - num_rows % tile)
 }
 
 /// `[num_targets, hidden_size]` of `[batch, sequence, hidden_size]`.

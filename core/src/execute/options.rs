@@ -49,7 +49,7 @@ pub struct ExecutorOptions {
 }
 
 impl ExecutorOptions {
-    /// Fused attention, grouped experts, three slots, 128 MiB of logits.
+    /// Fused attention, grouped experts, three slots, 160 MiB of logits.
     pub fn new(device: Device, compute_kind: Kind) -> Self {
         Self {
             device,
@@ -58,7 +58,7 @@ impl ExecutorOptions {
             experts: ExpertKernel::Auto,
             stream: StreamOptions::default(),
             residency: Residency::default(),
-            loss_chunk_bytes: 128 << 20,
+            loss_chunk_bytes: 160 << 20,
             seed: 0,
         }
     }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use tch::{Device, Tensor};
 
 use super::options::Residency;
-use crate::block::{BlockIndex, BlockSpec, Placement};
+use crate::block::{BlockIndex, Placement};
 use crate::device::{CopyEngine, HostBuffer, tensor_over};
 use crate::error::{Error, Result};
-use crate::source::{BlockSource, read_image};
+use crate::source::BlockSource;
 use crate::state::NamedTensors;
-use crate::stream::{StreamOptions, load_blocks, views};
+use crate::stream::{HostLoader, StreamOptions, load_blocks, views};
 
 /// What every block sees besides its own tensors.
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ impl Residents {
                 Placement::Streamed => {}
                 Placement::Head if residency.stream_head => {}
                 Placement::Gathered if residency.gather_from_host => {
-                    let table = residents.table(source, engine, block, spec);
+                    let table = residents.table(source, engine, options, block);
                     let table = table.map_err(|error| error.in_block(&spec.name))?;
                     residents.gathered_bytes += spec.image_bytes;
                     for (name, tensor) in views(&table, spec)?.iter() {
@@ -76,16 +76,18 @@ impl Residents {
         &mut self,
         source: &Arc<dyn BlockSource>,
         engine: &Arc<dyn CopyEngine>,
+        options: &StreamOptions,
         block: BlockIndex,
-        spec: &BlockSpec,
     ) -> Result<Tensor> {
         let device = engine.device();
         let readable = |buffer: &&HostBuffer| buffer.is_pinned() || device == Device::Cpu;
         if let Some(lent) = tensor_over(source, |it| it.lend(block).filter(readable), device)? {
             return Ok(lent);
         }
-        let mut image = engine.host_buffer(spec.image_bytes)?;
-        self.read_bytes += read_image(&**source, block, &mut image)?;
+        let image_bytes = source.blocks()[block.0].image_bytes;
+        let mut image = engine.host_buffer(image_bytes)?;
+        let mut loader = HostLoader::new(source, options.read, image_bytes);
+        self.read_bytes += loader.fill(block, &mut image)?;
         let found = tensor_over(&Arc::new(image), |image| Some(image), device)?;
         found.ok_or_else(|| Error::usage("host memory that was just reserved is not there"))
     }

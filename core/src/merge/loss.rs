@@ -37,6 +37,13 @@ impl PackingLoss {
         Ok(())
     }
 
+    /// Adds the sums of other pieces.
+    pub(super) fn add_sums(&mut self, other: &Self) {
+        self.error += other.error;
+        self.change += other.change;
+        self.kept += other.kept;
+    }
+
     /// `|Q - (W + D)| / |D|`: 0 when nothing is lost, about 1 when the change is, and more when packing did
     /// more harm than the change is large.
     pub fn relative_error(&self) -> f64 {
@@ -55,9 +62,7 @@ impl PackingLoss {
             return None;
         }
         Some(losses.iter().fold(Self::new("total".into()), |mut total, loss| {
-            total.error += loss.error;
-            total.change += loss.change;
-            total.kept += loss.kept;
+            total.add_sums(loss);
             total
         }))
     }

@@ -1,7 +1,7 @@
 //! A checkpoint with an adapter's change folded into its weights.
 //!
-//! Work goes checkpoint tensor by checkpoint tensor, in pieces of bounded size, whatever blocks the family
-//! cuts the model into: read, add `scaling * B A` in fp32 where the adapter has a site, round once to the
+//! Work goes checkpoint tensor by checkpoint tensor, in pieces of bounded size, on all cores, whatever blocks the
+//! family cuts the model into: read, add `scaling * B A` in fp32 where the adapter has a site, round once to the
 //! dtype of the file, write. What no site touches is copied byte by byte.
 
 mod config;
@@ -77,13 +77,13 @@ pub struct MergeOptions {
     pub device: Device,
     /// Largest file, unless a single tensor is larger.
     pub max_file_bytes: u64,
-    /// Weights worked on at a time, counted in fp32; at least one row, or one expert. Their bytes as stored,
-    /// the change and the sum are in memory together: about four times as much.
+    /// Weights that each thread works on at a time, counted in fp32; at least one row. Small pieces stay in the
+    /// caches. Of packed experts a thread holds one beside them, as it was and as it becomes.
     pub piece_bytes: usize,
 }
 
 impl MergeOptions {
-    /// Files of up to 5 GB and pieces of 16 MiB, on the CPU.
+    /// Files of up to 5 GB and pieces of 2 MiB, on the CPU.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -91,7 +91,7 @@ impl MergeOptions {
             packed_experts: None,
             device: Device::Cpu,
             max_file_bytes: 5_000_000_000,
-            piece_bytes: 16 << 20,
+            piece_bytes: 2 << 20,
         }
     }
 }

@@ -46,8 +46,17 @@ pub(super) struct Change {
     pub(super) is_transposed: bool,
 }
 
+impl Change {
+    fn share(&self) -> Self {
+        let LowRankFactors { a, b, scaling } = &self.factors;
+        let factors =
+            LowRankFactors { a: a.shallow_clone(), b: b.shallow_clone(), scaling: *scaling };
+        Self { factors, ..*self }
+    }
+}
+
 /// Packed experts of a layer: codes and scales.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Packed<'a> {
     pub(super) blocks: &'a StoredTensor,
     pub(super) scales: &'a StoredTensor,
@@ -69,6 +78,21 @@ pub(super) struct Job<'a> {
     /// Position of the output; for packed experts that of the codes.
     pub(super) output: usize,
     pub(super) work: Work<'a>,
+}
+
+impl Job<'_> {
+    /// The same for another thread.
+    pub(super) fn share(&self) -> Self {
+        let work = match &self.work {
+            Work::Copy(stored) => Work::Copy(stored),
+            Work::Add(stored, change) => Work::Add(stored, change.share()),
+            Work::Unpack(packed, change) => {
+                Work::Unpack(*packed, change.as_ref().map(Change::share))
+            }
+            Work::Repack(packed, change, scales) => Work::Repack(*packed, change.share(), *scales),
+        };
+        Self { output: self.output, work }
+    }
 }
 
 #[derive(Debug)]
@@ -256,7 +280,8 @@ fn choose(
         None if changes_packed => Err(Error::usage(
             "the adapter changes experts that are packed in MXFP4; say what becomes of them: --experts bf16 \
              stores all experts of the model in BF16, four times as large, and keeps the whole change; \
-             --experts mxfp4 packs those that change again, keeps a part of the change, and reports how much",
+             --experts mxfp4 packs those that change again and reports how much of the change that keeps, which \
+             may be none",
         )),
         None if has_packed => Ok(Some(PackedExperts::Mxfp4)),
         asked => Ok(asked),

@@ -1,11 +1,13 @@
-//! Reading, changing and writing the tensors, piece by piece.
+//! Reading, changing and writing the tensors: many parts, each by itself, on several threads.
 
 use std::fs::File;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
 
 use tch::{Device, Kind, Tensor};
 
-use super::plan::{Change, Job, Packed, Plan, Work, matrix_name};
+use super::plan::{Change, Job, Output, Packed, Plan, Work, matrix_name};
 use super::{MergeOptions, PackingLoss};
 use crate::checkpoint::{
     Checkpoint, StoredTensor, WeightFiles, open, read_exact_at, tensor_bytes, tensor_from_bytes,
@@ -21,129 +23,253 @@ pub(super) fn run(
     files: &WeightFiles,
     done: &mut dyn FnMut(&str, u64),
 ) -> Result<Vec<PackingLoss>> {
-    let sources = checkpoint.files.iter().map(|file| open(&file.path)).collect::<Result<_>>()?;
-    let mut worker = Worker {
-        plan,
-        checkpoint,
-        sources,
-        options,
-        files,
-        done,
-        done_bytes: 0,
-        losses: Vec::new(),
+    let sources: Vec<File> =
+        checkpoint.files.iter().map(|file| open(&file.path)).collect::<Result<_>>()?;
+    let of_job = |(job, it): (usize, &Job<'_>)| {
+        parts(&it.work, options).into_iter().map(move |part| (job, part))
     };
-    for Job { output, work } in &plan.jobs {
-        worker.report(*output, 0);
-        match work {
-            Work::Copy(stored) => worker.copy(*output, stored)?,
-            Work::Add(stored, change) => worker.add(*output, stored, change)?,
-            Work::Unpack(packed, change) => worker.unpack(*output, packed, change.as_ref())?,
-            Work::Repack(packed, change, scales) => {
-                worker.repack([*output, *scales], packed, change)?;
-            }
+    let parts: Vec<(usize, Part)> = plan.jobs.iter().enumerate().flat_map(of_job).collect();
+    let num_threads = match options.device {
+        Device::Cpu => std::thread::available_parallelism().map_or(1, usize::from),
+        _ => 1,
+    };
+    let (next, outputs) = (AtomicUsize::new(0), &plan.outputs[..]);
+    let (report, reports) = channel();
+    let threads_before = tch::get_num_threads();
+    let found = std::thread::scope(|scope| {
+        let start = |_| {
+            let jobs = plan.jobs.iter().map(Job::share).collect();
+            let report = report.clone();
+            let worker =
+                Worker { jobs, outputs, checkpoint, sources: &sources, options, files, report };
+            let (next, parts) = (&next, &parts);
+            scope.spawn(move || {
+                if num_threads > 1 {
+                    // As many threads as cores are at work already. It holds for this thread.
+                    tch::set_num_threads(1);
+                }
+                worker.run(next, parts)
+            })
+        };
+        let threads: Vec<_> = (0..num_threads.min(parts.len())).map(start).collect();
+        drop(report);
+        let mut done_bytes = 0;
+        if let Some(first) = outputs.first() {
+            done(&first.name, done_bytes);
+        }
+        for (output, num_bytes) in reports {
+            done_bytes += num_bytes;
+            done(&outputs[output].name, done_bytes);
+        }
+        let panicked = |_| Err(Error::usage("a thread that merges weights panicked"));
+        let joined = threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked));
+        joined.collect::<Result<Vec<_>>>()
+    });
+    tch::set_num_threads(threads_before);
+    let mut found: Vec<_> = found?.into_iter().flatten().collect();
+    // Sums do not depend on which thread came first.
+    found.sort_by_key(|(part, _)| *part);
+    let mut losses: Vec<PackingLoss> = Vec::new();
+    for (_, loss) in found {
+        match losses.last_mut().filter(|last| last.tensor == loss.tensor) {
+            Some(last) => last.add_sums(&loss),
+            None => losses.push(loss),
         }
     }
-    Ok(worker.losses)
+    Ok(losses)
 }
 
+/// What one thread does at a time.
+enum Part {
+    /// These bytes are copied.
+    Bytes(Range<usize>),
+    /// Rows of a matrix, as it is stored: the number of the matrix in its stack.
+    Rows(usize, Range<usize>),
+    /// A packed expert.
+    Expert(usize),
+}
+
+fn parts(work: &Work<'_>, options: &MergeOptions) -> Vec<Part> {
+    match work {
+        Work::Copy(stored) => {
+            let ranges = ranges(stored.num_bytes, options.piece_bytes.max(1));
+            ranges.map(Part::Bytes).collect()
+        }
+        Work::Add(stored, change) => {
+            let [matrices, rows, columns] = extents(stored, change);
+            let of_matrix =
+                |matrix| tiles(rows, columns, options).map(move |rows| Part::Rows(matrix, rows));
+            (0..matrices).flat_map(of_matrix).collect()
+        }
+        Work::Unpack(packed, _) | Work::Repack(packed, ..) => {
+            (0..packed.blocks.shape[0]).map(Part::Expert).collect()
+        }
+    }
+}
+
+/// `0..count` in ranges of `len`.
+fn ranges(count: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..count).step_by(len).map(move |start| start..count.min(start + len))
+}
+
+/// Rows of so many elements, as many at a time as make a piece in fp32, and at least one.
+fn tiles(
+    num_rows: usize,
+    columns: usize,
+    options: &MergeOptions,
+) -> impl Iterator<Item = Range<usize>> + use<> {
+    ranges(num_rows, (options.piece_bytes / size_of::<f32>() / columns.max(1)).max(1))
+}
+
+/// Matrices, rows and columns as they are stored.
+fn extents(stored: &StoredTensor, change: &Change) -> [usize; 3] {
+    match stored.shape[..] {
+        [matrices, rows, columns] if change.is_stack => [matrices, rows, columns],
+        _ => [1, stored.shape[0], stored.shape[1..].iter().product()],
+    }
+}
+
+/// One thread.
 struct Worker<'a> {
-    plan: &'a Plan<'a>,
+    jobs: Vec<Job<'a>>,
+    outputs: &'a [Output],
     checkpoint: &'a Checkpoint,
     /// The checkpoint's files.
-    sources: Vec<File>,
+    sources: &'a [File],
     options: &'a MergeOptions,
     files: &'a WeightFiles,
-    done: &'a mut dyn FnMut(&str, u64),
-    done_bytes: u64,
-    losses: Vec<PackingLoss>,
+    /// Hears of the output that was written to, and how many bytes.
+    report: Sender<(usize, u64)>,
 }
 
 impl Worker<'_> {
-    fn copy(&mut self, output: usize, stored: &StoredTensor) -> Result<()> {
-        for start in (0..stored.num_bytes).step_by(self.options.piece_bytes.max(1)) {
-            let end = stored.num_bytes.min(start + self.options.piece_bytes.max(1));
-            let bytes = self.read_bytes(stored, start..end)?;
-            self.write_bytes(output, start, &bytes)?;
+    /// Takes one part after another. Returns what packing cost, with the part's number.
+    fn run(
+        &self,
+        next: &AtomicUsize,
+        parts: &[(usize, Part)],
+    ) -> Result<Vec<(usize, PackingLoss)>> {
+        let _no_graph = tch::no_grad_guard();
+        let mut losses = Vec::new();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let Some((job, part)) = parts.get(number) else { return Ok(losses) };
+            let loss = self.work(&self.jobs[*job], part).inspect_err(|_| {
+                // The others need not go on.
+                next.store(parts.len(), Ordering::Relaxed);
+            })?;
+            losses.extend(loss.map(|loss| (number, loss)));
         }
-        Ok(())
     }
 
-    fn add(&mut self, output: usize, stored: &StoredTensor, change: &Change) -> Result<()> {
-        for rows in self.pieces(stored.shape[0], stored.shape[1..].iter().product()) {
-            let weight = self.read_rows(stored, &rows)?;
-            let kind = weight.f_kind()?;
-            let mut merged = change.rows(&rows)?;
-            if kind == Kind::Double {
-                merged = merged.f_to_kind(kind)?;
+    fn work(&self, job: &Job<'_>, part: &Part) -> Result<Option<PackingLoss>> {
+        let output = job.output;
+        match (&job.work, part) {
+            (Work::Copy(stored), Part::Bytes(range)) => {
+                let bytes = self.read_bytes(stored, range.clone())?;
+                self.write(output, range.start, &bytes)?;
             }
-            let _ = merged.f_add_(&weight.f_to_kind(merged.f_kind()?)?)?;
-            self.write_rows(output, &rows, &merged, kind)?;
+            (Work::Add(stored, change), Part::Rows(matrix, rows)) => {
+                self.add(output, stored, change, *matrix, rows)?;
+            }
+            (Work::Unpack(packed, change), Part::Expert(expert)) => {
+                self.unpack(output, packed, change.as_ref(), *expert)?;
+            }
+            (Work::Repack(packed, change, scales), Part::Expert(expert)) => {
+                return self.repack([output, *scales], packed, change, *expert).map(Some);
+            }
+            _ => return Err(Error::usage("a part of another kind of work")),
         }
-        Ok(())
+        Ok(None)
+    }
+
+    fn add(
+        &self,
+        output: usize,
+        stored: &StoredTensor,
+        change: &Change,
+        matrix: usize,
+        rows: &Range<usize>,
+    ) -> Result<()> {
+        let [_, num_rows, columns] = extents(stored, change);
+        let row_bytes = columns * stored.dtype.size_bytes();
+        let start_bytes = (matrix * num_rows + rows.start) * row_bytes;
+        let bytes = self.read_bytes(stored, start_bytes..start_bytes + rows.len() * row_bytes)?;
+        let weight = tensor_from_bytes(stored.dtype, &[rows.len(), columns], &bytes)?;
+        let weight = weight.f_to_device(self.options.device)?;
+        let kind = weight.f_kind()?;
+        let mut merged = change.rows(matrix, rows)?;
+        if kind == Kind::Double {
+            merged = merged.f_to_kind(kind)?;
+        }
+        let _ = merged.f_add_(&weight.f_to_kind(merged.f_kind()?)?)?;
+        let rounded = merged.f_to_kind(kind)?;
+        self.check_finite(output, &rounded)?;
+        self.write(output, start_bytes, &bytes_of(&rounded)?)
     }
 
     fn unpack(
-        &mut self,
+        &self,
         output: usize,
         packed: &Packed<'_>,
         change: Option<&Change>,
+        expert: usize,
     ) -> Result<()> {
-        for rows in self.expert_pieces(packed.blocks) {
-            let mut weight = self.read_packed(packed, &rows)?.unpack(Kind::Float)?;
+        let matrix = self.read_packed(packed, expert)?;
+        let (rows, columns) = extents_of(&matrix);
+        let whole =
+            Tensor::f_empty([columns as i64, rows as i64], (Kind::BFloat16, self.options.device))?;
+        for tile in tiles(rows, columns, self.options) {
+            let (start, len) = (tile.start as i64, tile.len() as i64);
+            let mut weight = matrix.narrow(start, len)?.unpack(Kind::Float)?;
             if let Some(change) = change {
-                let _ = weight.f_add_(&change.rows(&rows)?)?;
+                let _ = weight.f_add_(&change.rows(expert, &tile)?)?;
             }
-            self.write_rows(output, &rows, &weight.f_transpose(1, 2)?, Kind::BFloat16)?;
+            let rounded = weight.f_to_kind(Kind::BFloat16)?;
+            self.check_finite(output, &rounded)?;
+            whole.f_narrow(1, start, len)?.f_copy_(&rounded.f_transpose(0, 1)?)?;
         }
-        Ok(())
+        let bytes = bytes_of(&whole)?;
+        self.write(output, expert * bytes.len(), &bytes)
     }
 
     fn repack(
-        &mut self,
-        [codes, scales]: [usize; 2],
+        &self,
+        [output, output_of_scales]: [usize; 2],
         packed: &Packed<'_>,
         change: &Change,
-    ) -> Result<()> {
-        let name = matrix_name(&self.plan.outputs[codes].name)?.to_owned();
-        let mut loss = PackingLoss::new(name);
-        for rows in self.expert_pieces(packed.blocks) {
-            let before = self.read_packed(packed, &rows)?.unpack(Kind::Float)?;
-            let change = change.rows(&rows)?;
+        expert: usize,
+    ) -> Result<PackingLoss> {
+        let mut loss = PackingLoss::new(matrix_name(&self.outputs[output].name)?.to_owned());
+        let matrix = self.read_packed(packed, expert)?;
+        let (rows, columns) = extents_of(&matrix);
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for tile in tiles(rows, columns, self.options) {
+            let before =
+                matrix.narrow(tile.start as i64, tile.len() as i64)?.unpack(Kind::Float)?;
+            let change = change.rows(expert, &tile)?;
             let merged = before.f_add(&change)?;
-            self.check_finite(codes, &merged)?;
+            self.check_finite(output, &merged)?;
             let packed = Mxfp4::pack(&merged)?;
-            drop(merged);
             loss.add(&before, &change, &packed.unpack(Kind::Float)?)?;
-            self.write_rows(codes, &rows, packed.blocks(), Kind::Uint8)?;
-            self.write_rows(scales, &rows, packed.scales(), Kind::Uint8)?;
+            codes.extend(bytes_of(packed.blocks())?);
+            scales.extend(bytes_of(packed.scales())?);
         }
-        self.losses.push(loss);
-        Ok(())
+        self.write(output, expert * codes.len(), &codes)?;
+        self.write(output_of_scales, expert * scales.len(), &scales)?;
+        Ok(loss)
     }
 
-    /// Ranges of `num_rows` rows of so many elements, each of about the size of a piece.
-    fn pieces(&self, num_rows: usize, row_elements: usize) -> Vec<Range<usize>> {
-        let piece_elements = self.options.piece_bytes / size_of::<f32>();
-        let len = (piece_elements / row_elements.max(1)).max(1);
-        (0..num_rows).step_by(len).map(|start| start..num_rows.min(start + len)).collect()
-    }
-
-    fn expert_pieces(&self, blocks: &StoredTensor) -> Vec<Range<usize>> {
-        self.pieces(blocks.shape[0], blocks.shape[1..].iter().product::<usize>() * 2)
-    }
-
-    fn read_packed(&self, packed: &Packed<'_>, rows: &Range<usize>) -> Result<Mxfp4> {
-        Mxfp4::new(self.read_rows(packed.blocks, rows)?, self.read_rows(packed.scales, rows)?)
-    }
-
-    /// Rows of the outermost dimension, on the device.
-    fn read_rows(&self, stored: &StoredTensor, rows: &Range<usize>) -> Result<Tensor> {
-        let row_bytes = stored.num_bytes / stored.shape[0];
-        let bytes = self.read_bytes(stored, rows.start * row_bytes..rows.end * row_bytes)?;
-        let mut shape = stored.shape.clone();
-        shape[0] = rows.len();
-        let tensor = tensor_from_bytes(stored.dtype, &shape, &bytes)?;
-        Ok(tensor.f_to_device(self.options.device)?)
+    /// The matrix of one expert, on the device.
+    fn read_packed(&self, packed: &Packed<'_>, expert: usize) -> Result<Mxfp4> {
+        let part = |stored: &StoredTensor| -> Result<Tensor> {
+            let shape = &stored.shape[1..];
+            let num_bytes = stored.num_bytes / stored.shape[0];
+            let bytes = self.read_bytes(stored, expert * num_bytes..(expert + 1) * num_bytes)?;
+            let tensor = tensor_from_bytes(stored.dtype, shape, &bytes)?;
+            Ok(tensor.f_to_device(self.options.device)?)
+        };
+        Mxfp4::new(part(packed.blocks)?, part(packed.scales)?)
     }
 
     fn read_bytes(&self, stored: &StoredTensor, range: Range<usize>) -> Result<Vec<u8>> {
@@ -152,22 +278,6 @@ impl Worker<'_> {
         let start = stored.offset_bytes + range.start as u64;
         read_exact_at(&self.sources[stored.file], path, start, &mut bytes)?;
         Ok(bytes)
-    }
-
-    /// Writes rows of the outermost dimension, rounded to `kind`.
-    fn write_rows(
-        &mut self,
-        output: usize,
-        rows: &Range<usize>,
-        values: &Tensor,
-        kind: Kind,
-    ) -> Result<()> {
-        let rounded = values.f_to_kind(kind)?;
-        if kind != Kind::Uint8 {
-            self.check_finite(output, &rounded)?;
-        }
-        let bytes = tensor_bytes(&rounded.f_to_device(Device::Cpu)?)?;
-        self.write_bytes(output, rows.start * (bytes.len() / rows.len()), &bytes)
     }
 
     fn check_finite(&self, output: usize, values: &Tensor) -> Result<()> {
@@ -182,36 +292,38 @@ impl Worker<'_> {
              numbers, or the sum is too large for this dtype",
             values.f_kind()?
         );
-        Err(Error::tensor(&self.plan.outputs[output].name, message))
+        Err(Error::tensor(&self.outputs[output].name, message))
     }
 
-    fn write_bytes(&mut self, output: usize, start_bytes: usize, bytes: &[u8]) -> Result<()> {
+    fn write(&self, output: usize, start_bytes: usize, bytes: &[u8]) -> Result<()> {
         self.files.write(output, start_bytes, bytes)?;
-        self.report(output, bytes.len() as u64);
+        // Nobody may listen any more when another thread failed.
+        let _ = self.report.send((output, bytes.len() as u64));
         Ok(())
-    }
-
-    fn report(&mut self, output: usize, num_bytes: u64) {
-        self.done_bytes += num_bytes;
-        (self.done)(&self.plan.outputs[output].name, self.done_bytes);
     }
 }
 
+/// Rows and columns of one packed matrix.
+fn extents_of(matrix: &Mxfp4) -> (usize, usize) {
+    match matrix.size()[..] {
+        [rows, columns] => (rows as usize, columns as usize),
+        _ => (0, 0),
+    }
+}
+
+fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    tensor_bytes(&tensor.f_to_device(Device::Cpu)?)
+}
+
 impl Change {
-    /// What is added to these rows of the outermost dimension, as they are stored, in fp32: output features
-    /// of a matrix, experts of a stack.
-    fn rows(&self, rows: &Range<usize>) -> Result<Tensor> {
-        let (a, b) = (&self.factors.a, &self.factors.b);
+    /// What is added to rows of a matrix as they are stored, in fp32.
+    fn rows(&self, matrix: usize, rows: &Range<usize>) -> Result<Tensor> {
+        let part = |factors: &Tensor| factors.f_select(0, matrix as i64);
+        let (a, b) = (part(&self.factors.a)?, part(&self.factors.b)?);
         let (start, len) = (rows.start as i64, rows.len() as i64);
-        let mut product = match (self.is_stack, self.is_transposed) {
-            (false, _) => b.f_select(0, 0)?.f_narrow(0, start, len)?.f_mm(&a.f_select(0, 0)?)?,
-            (true, is_transposed) => {
-                let (a, b) = (a.f_narrow(0, start, len)?, b.f_narrow(0, start, len)?);
-                match is_transposed {
-                    false => b.f_bmm(&a)?,
-                    true => a.f_transpose(1, 2)?.f_bmm(&b.f_transpose(1, 2)?)?,
-                }
-            }
+        let mut product = match self.is_stack && self.is_transposed {
+            false => b.f_narrow(0, start, len)?.f_mm(&a)?,
+            true => a.f_narrow(1, start, len)?.f_transpose(0, 1)?.f_mm(&b.f_transpose(0, 1)?)?,
         };
         // The product first, then the scaling, as in PEFT.
         Ok(product.f_mul_scalar_(self.factors.scaling)?)

@@ -21,6 +21,8 @@ const BOUNDS: [f32; 7] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
 /// Exponent of the largest magnitude.
 const LARGEST_EXPONENT: i64 = 2;
 const SCALE_BIAS: i64 = 127;
+/// The largest scale with which all numbers are finite in fp32.
+const LARGEST_FINITE: i64 = 252;
 
 /// Numbers packed in MXFP4 along their last dimension.
 #[derive(Debug)]
@@ -52,9 +54,11 @@ impl Mxfp4 {
         Ok(Self { blocks, scales })
     }
 
-    /// Rounds real numbers `[.., 32 * num_groups]`, each group with the scale that keeps its largest
-    /// magnitude between 4 and 8, which is then cut off at 6; ties go to the smaller magnitude. What was
-    /// unpacked is packed without loss.
+    /// Rounds real numbers `[.., 32 * num_groups]`. Of two scales each group takes the one with the smaller
+    /// squared error: the one of the specification, which brings the group's largest magnitude between 4 and 8
+    /// and cuts it off at 6, or twice that. A group whose largest number is hardly below a power of two would
+    /// lose a quarter of it with the former. Ties go to the smaller magnitude, and to the smaller scale. What
+    /// was unpacked is packed without loss.
     ///
     /// # Errors
     /// [`Error::Tensor`] naming `values` when they are no real numbers, not finite, or not a multiple of 32.
@@ -83,13 +87,16 @@ impl Mxfp4 {
         let exponents = largest.f_frexp()?.1.f_sub_scalar(1 + LARGEST_EXPONENT)?;
         let exponents = exponents.f_masked_fill(&largest.f_eq(0)?, -SCALE_BIAS)?;
         let scales = exponents.f_clamp(-SCALE_BIAS, SCALE_BIAS)?.f_add_scalar(SCALE_BIAS)?;
-        let inverse = scales.f_mul_scalar(-1)?.f_add_scalar(2 * SCALE_BIAS)?;
-        let device = values.device();
-        let inverse = lookup(&powers(Kind::Float, device)?, &inverse)?.f_unsqueeze(-1)?;
-        let scaled = groups.f_mul(&inverse)?;
-        let bounds = upload(&Tensor::f_from_slice(&BOUNDS)?, device)?;
-        let magnitudes = scaled.f_abs()?.f_bucketize(&bounds, true, false)?;
-        let signs = scaled.f_signbit()?.f_to_kind(Kind::Int)?.f_mul_scalar(8)?;
+        // With a larger scale than that, 4 is infinite in fp32.
+        let twice = scales.f_add_scalar(1)?.f_clamp_max(LARGEST_FINITE)?.f_maximum(&scales)?;
+        let (magnitudes, errors) = round(&groups, &scales)?;
+        let (magnitudes_at_twice, errors_at_twice) = round(&groups, &twice)?;
+        // Both errors are in units of their scale.
+        let is_better = errors_at_twice.f_mul_scalar(4)?.f_lt_tensor(&errors)?;
+        let scales = twice.f_where_self(&is_better, &scales)?;
+        let magnitudes =
+            magnitudes_at_twice.f_where_self(&is_better.f_unsqueeze(-1)?, &magnitudes)?;
+        let signs = groups.f_signbit()?.f_to_kind(Kind::Int)?.f_mul_scalar(8)?;
         let codes = magnitudes.f_add(&signs)?.f_view(grouped(&[GROUP_BYTES, 2]).as_slice())?;
         let (low, high) = (codes.f_select(-1, 0)?, codes.f_select(-1, 1)?);
         let blocks = high.f_mul_scalar(16)?.f_add(&low)?.f_to_kind(Kind::Uint8)?;
@@ -157,6 +164,20 @@ impl Mxfp4 {
         let one = |tensor: &Tensor| tensor.f_select(0, position);
         Ok(Self { blocks: one(&self.blocks)?, scales: one(&self.scales)? })
     }
+}
+
+/// The nearest magnitudes of `groups`, `[.., 32]`, by `scales`, `[..]`: their codes, Int, and the sum of the
+/// squared errors of each group, in units of its scale.
+fn round(groups: &Tensor, scales: &Tensor) -> Result<(Tensor, Tensor)> {
+    let device = groups.device();
+    let inverse = scales.f_mul_scalar(-1)?.f_add_scalar(2 * SCALE_BIAS)?;
+    let inverse = lookup(&powers(Kind::Float, device)?, &inverse)?.f_unsqueeze(-1)?;
+    let scaled = groups.f_abs()?.f_mul(&inverse)?;
+    let bounds = upload(&Tensor::f_from_slice(&BOUNDS)?, device)?;
+    let magnitudes = scaled.f_bucketize(&bounds, true, false)?;
+    let rounded = lookup(&upload(&Tensor::f_from_slice(&MAGNITUDES)?, device)?, &magnitudes)?;
+    let errors = scaled.f_sub(&rounded)?.f_square()?;
+    Ok((magnitudes, errors.f_sum_dim_intlist([-1_i64].as_slice(), false, Kind::Float)?))
 }
 
 /// Rows of `table` by bytes or other whole numbers.
@@ -234,20 +255,59 @@ mod tests {
         // The largest is 5.5: scale 127. 0.25 lies between 0 and 0.5, and 5 between 4 and 6.
         let mut values = vec![0.0_f32; 64];
         values[..9].copy_from_slice(&[5.5, 0.25, 0.26, -0.75, -0.76, 2.5, 2.51, 5.0, -0.1]);
-        // 7.9 is cut off at 6.
+        // 7.9 would be cut off at 6; with twice the scale it is 4, and a sixteenth of it nothing.
         values[32..35].copy_from_slice(&[7.9 / 1024.0, -7.9 / 16_384.0, 1e-9]);
         let packed = Mxfp4::pack(&Tensor::from_slice(&values).view([1, 64])).unwrap();
         let scales: Vec<u8> = Vec::try_from(packed.scales().view(-1)).unwrap();
-        assert_eq!(scales, [127, 117]);
+        assert_eq!(scales, [127, 118]);
         let blocks: Vec<u8> = Vec::try_from(packed.blocks().view(-1)).unwrap();
         assert_eq!(blocks[..5], [0x07, 0x91, 0x4a, 0x65, 0x08]);
-        assert_eq!(blocks[16..18], [0x97, 0x00]);
+        assert_eq!(blocks[16..18], [0x86, 0x00]);
         let zeros = Mxfp4::pack(&Tensor::zeros([3, 32], (Kind::Half, Device::Cpu))).unwrap();
         assert_eq!((zeros.blocks().size(), zeros.scales().size()), (vec![3, 1, 16], vec![3, 1]));
         assert_eq!(
             (zeros.blocks().max(), zeros.scales().max()),
             (Tensor::from(0_u8), Tensor::from(0_u8))
         );
+    }
+
+    #[test]
+    fn a_change_too_small_for_the_codes_leaves_them_as_they_are() {
+        // Groups whose largest code is 4, as every second one is where real weights were packed.
+        let codes = [0x69_u8, 0xa1, 0x25, 0xcb].repeat(8);
+        let packed = Mxfp4::new(bytes(&codes, &[2, 1, 16]), bytes(&[120, 0], &[2, 1])).unwrap();
+        let values = packed.unpack(Kind::Float).unwrap();
+        let huge = Tensor::full([1, 32], 3.3e38, (Kind::Float, Device::Cpu));
+        let huge = Mxfp4::pack(&huge).unwrap().unpack(Kind::Float).unwrap();
+        assert!(bool::try_from(huge.isfinite().all()).unwrap());
+        for factor in [0.99, 0.9999, 1.0001, 1.01] {
+            let again = Mxfp4::pack(&(&values * factor)).unwrap();
+            assert_eq!(again.unpack(Kind::Float).unwrap(), values, "{factor}");
+        }
+    }
+
+    #[test]
+    fn a_group_takes_the_better_of_two_scales() {
+        let values = Tensor::randn([64, 320], (Kind::Float, Device::Cpu));
+        let error = |packed: &Mxfp4| -> Tensor {
+            let error = (packed.unpack(Kind::Float).unwrap() - &values).square();
+            error.view([64, 10, 32]).sum_dim_intlist([-1_i64].as_slice(), false, Kind::Float)
+        };
+        let packed = Mxfp4::pack(&values).unwrap();
+        for step in [-1, 1] {
+            // Every code that there is, with the neighbouring scale.
+            let scales = packed.scales().to_kind(Kind::Int) + step;
+            let groups = values.view([64, 10, 32]);
+            let (magnitudes, _) = round(&groups, &scales).unwrap();
+            let codes = magnitudes + groups.signbit().to_kind(Kind::Int) * 8;
+            let pairs = codes.view([64, 10, 16, 2]);
+            let blocks = (pairs.select(-1, 1) * 16 + pairs.select(-1, 0)).to_kind(Kind::Uint8);
+            let other = Mxfp4::new(blocks, scales.to_kind(Kind::Uint8)).unwrap();
+            assert_eq!(
+                error(&other).lt_tensor(&error(&packed)).sum(Kind::Int64),
+                Tensor::from(0_i64)
+            );
+        }
     }
 
     #[test]

@@ -4,12 +4,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use super::predict::{Prediction, computed};
-use super::table::size;
 use super::{
     DeviceMemory, Itinerary, Pass, PinnedMemory, Plan, PlanRequest, PlannedBlock, Tier, Traffic,
 };
 use crate::block::{BlockIndex, Placement};
 use crate::error::{Error, Result};
+use crate::size::size;
 
 /// What is decided before blocks are chosen.
 #[derive(Debug, Clone, Copy)]
@@ -27,14 +27,14 @@ enum Shortage {
 }
 
 impl Plan {
-    /// The plan whose passes take the least time by the request's rates, and move the fewest bytes among
-    /// equals.
+    /// A plan whose passes move nothing, where memory suffices for one. Else the plan whose passes take the
+    /// least time by the request's rates, and move the fewest bytes among equals.
     ///
     /// Kept blocks are chosen from the adapted region first, pinned ones by how often they would be read,
     /// both spread over the others of their kind. Embedding and head leave the device when that is worth it or when nothing else fits.
     ///
     /// # Errors
-    /// [`Error::Usage`] when memory does not suffice for any plan, with the least that would.
+    /// [`Error::Budget`] when memory does not suffice for any plan, with the least that would.
     pub fn new(request: &PlanRequest<'_>) -> Result<Self> {
         let num_blocks = request.blocks.len();
         if request.fetch_from_disk.len() != num_blocks
@@ -65,13 +65,14 @@ impl Plan {
                 return Ok(plan);
             }
         }
-        Err(too_little(&shortages))
+        Err(too_little(&shortages, request.has_one_memory))
     }
 
     /// What decides between plans, the most important first.
-    fn cost(&self) -> (f64, u64, u64) {
+    fn cost(&self) -> (bool, f64, u64, u64) {
         let Traffic { disk_bytes, link_bytes } = self.later;
-        (self.prediction.seconds, disk_bytes, link_bytes + self.gathered_bytes)
+        let link_bytes = link_bytes + self.gathered_bytes;
+        (disk_bytes + link_bytes > 0, self.prediction.seconds, disk_bytes, link_bytes)
     }
 }
 
@@ -157,6 +158,7 @@ impl Planner<'_> {
             slot_bytes: largest * shape.num_slots.min(moving.len()) as u64,
             graph_bytes: 0,
             working_set_bytes: request.demand.working_set_bytes,
+            staging_bytes: if request.has_one_memory { request.staging_bytes } else { 0 },
         }
     }
 
@@ -271,7 +273,7 @@ impl Planner<'_> {
         let request = self.request;
         let mut host = PinnedMemory {
             budget_bytes: request.host_bytes,
-            staging_bytes: request.staging_bytes,
+            staging_bytes: if request.has_one_memory { 0 } else { request.staging_bytes },
             gathered_bytes: match shape.gather_from_host {
                 true => request.placed_bytes(Placement::Gathered),
                 false => 0,
@@ -343,8 +345,11 @@ pub(super) fn spread_order(count: usize) -> impl Iterator<Item = usize> {
         .filter(move |number| *number < count)
 }
 
+/// What makes staging smaller.
+const FEWER_CHUNKS: &str = "fewer or smaller chunks (stream.num_chunks, stream.chunk)";
+
 /// What is missing, by the shape that needs the least.
-fn too_little(shortages: &[Shortage]) -> Error {
+fn too_little(shortages: &[Shortage], has_one_memory: bool) -> Error {
     let device = shortages.iter().filter_map(|shortage| match shortage {
         Shortage::Device(device) => Some(device),
         Shortage::Host(_) => None,
@@ -364,28 +369,42 @@ fn too_little(shortages: &[Shortage]) -> Error {
                     size(host.used_bytes())
                 )
             });
-            Error::usage(format!(
-                "the budget of {} of device memory is too small: the least that works is {} ({} for \
+            let (memory, flags) = match has_one_memory {
+                true => ("memory", "--vram and --ram, the smaller counts"),
+                false => ("device memory", "--vram"),
+            };
+            let (staging, chunks) = match device.staging_bytes {
+                0 => (String::new(), String::new()),
+                num_bytes => {
+                    (format!(", {} for reads", size(num_bytes)), format!(", or {FEWER_CHUNKS}"))
+                }
+            };
+            let message = format!(
+                "the budget of {} of {memory} is too small: the least that works is {} ({} for \
                  tensors that stay, {} for blocks that stay, {} for the block in use, {} to compute \
-                 with); give more (--vram){instead}, or fewer tokens at a time",
+                 with{staging}); give more ({flags}){instead}, or fewer tokens at a time{chunks}",
                 size(device.budget_bytes),
                 size(device.used_bytes()),
                 size(device.resident_bytes),
                 size(device.kept_bytes),
                 size(device.slot_bytes),
                 size(device.working_set_bytes),
-            ))
+            );
+            Error::Budget { missing_bytes: device.used_bytes() - device.budget_bytes, message }
         }
-        (_, Some(host)) => Error::usage(format!(
-            "the budget of {} of host memory is too small: the least that works is {} ({} for reads \
-             on their way to the device, {} for the embedding, {} for blocks); give more (--ram), or \
-             fewer or smaller chunks",
-            size(host.budget_bytes),
-            size(host.used_bytes()),
-            size(host.staging_bytes),
-            size(host.gathered_bytes),
-            size(host.block_bytes),
-        )),
+        (_, Some(host)) => {
+            let message = format!(
+                "the budget of {} of host memory is too small: the least that works is {} ({} for reads \
+                 on their way to the device, {} for the embedding, {} for blocks); give more (--ram), or \
+                 {FEWER_CHUNKS}",
+                size(host.budget_bytes),
+                size(host.used_bytes()),
+                size(host.staging_bytes),
+                size(host.gathered_bytes),
+                size(host.block_bytes),
+            );
+            Error::Budget { missing_bytes: host.used_bytes() - host.budget_bytes, message }
+        }
         _ => Error::usage("there is nothing to plan"),
     }
 }

@@ -20,6 +20,12 @@ pub fn host_budget_bytes() -> Result<u64> {
     Ok(less_margin(HostMemory::new("/").available_bytes()?))
 }
 
+/// The tightest limit on memory of the control groups that the process is in; `None` when none of them has
+/// one.
+pub fn host_limit_bytes() -> Option<u64> {
+    HostMemory::new("/").least_of_groups(GroupFiles::limit_bytes)
+}
+
 /// Memory of `device` that nobody uses, what libtorch keeps for its next request included; of the CPU,
 /// [`host_budget_bytes`].
 ///
@@ -63,15 +69,25 @@ impl HostMemory {
             .ok_or_else(|| {
                 Error::file(&path, "has no MemAvailable; say how much memory may be used")
             })?;
-        // A system without control groups has no such file.
-        let groups = fs::read_to_string(self.root.join("proc/self/cgroup")).unwrap_or_default();
-        let free = groups.lines().filter_map(|line| self.group_available_bytes(line)).min();
+        let free = self.least_of_groups(GroupFiles::available_bytes);
         Ok(free.map_or(system << 10, |free| free.min(system << 10)))
     }
 
-    /// What the group on a line of `/proc/self/cgroup`, `number:controllers:path`, and those above it
-    /// leave. `None` when none of them has a limit.
-    fn group_available_bytes(&self, line: &str) -> Option<u64> {
+    /// The least that `number` says of any of the control groups around the process. `None` when it says
+    /// nothing of any.
+    fn least_of_groups(&self, number: fn(&GroupFiles, &Path) -> Option<u64>) -> Option<u64> {
+        // A system without control groups has no such file.
+        let groups = fs::read_to_string(self.root.join("proc/self/cgroup")).unwrap_or_default();
+        groups.lines().filter_map(|line| self.least_above(line, number)).min()
+    }
+
+    /// The least over the group on a line of `/proc/self/cgroup`, `number:controllers:path`, and those above
+    /// it.
+    fn least_above(
+        &self,
+        line: &str,
+        number: fn(&GroupFiles, &Path) -> Option<u64>,
+    ) -> Option<u64> {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, path) = (parts.next()?, parts.next()?.trim_start_matches('/'));
         let (mount, files) = match controllers {
@@ -83,10 +99,7 @@ impl HostMemory {
         };
         // In a container the path may be the host's and not be there; its parents end at the mount.
         let mount = self.root.join(mount);
-        Path::new(path)
-            .ancestors()
-            .filter_map(|above| files.available_bytes(&mount.join(above)))
-            .min()
+        Path::new(path).ancestors().filter_map(|above| number(files, &mount.join(above))).min()
     }
 }
 
@@ -97,6 +110,9 @@ struct GroupFiles {
     reclaimable: &'static str,
 }
 
+/// Limits from here on are none: the first generation says the largest multiple of a page.
+const NO_LIMIT_BYTES: u64 = 1 << 62;
+
 const UNIFIED: GroupFiles =
     GroupFiles { limit: "memory.max", used: "memory.current", reclaimable: "inactive_file" };
 
@@ -106,13 +122,19 @@ const LEGACY: GroupFiles = GroupFiles {
     reclaimable: "total_inactive_file",
 };
 
+fn number(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
 impl GroupFiles {
-    /// `None` when the group has no limit ("max", or no such file).
+    /// `None` when the group has no limit: "max", no such file, or the first generation's largest number.
+    fn limit_bytes(&self, group: &Path) -> Option<u64> {
+        number(&group.join(self.limit)).filter(|limit| *limit < NO_LIMIT_BYTES)
+    }
+
+    /// What the group leaves of its limit, if it has one.
     fn available_bytes(&self, group: &Path) -> Option<u64> {
-        let number = |file: &str| -> Option<u64> {
-            fs::read_to_string(group.join(file)).ok()?.trim().parse().ok()
-        };
-        let (limit, used) = (number(self.limit)?, number(self.used)?);
+        let (limit, used) = (self.limit_bytes(group)?, number(&group.join(self.used))?);
         // File pages count as used, but the system drops them when memory is wanted.
         let statistics = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
         let reclaimable = statistics
@@ -148,6 +170,10 @@ mod tests {
         HostMemory::new(root.path()).available_bytes().unwrap()
     }
 
+    fn limit(files: &[(&str, &str)]) -> Option<u64> {
+        HostMemory::new(root(files).path()).least_of_groups(GroupFiles::limit_bytes)
+    }
+
     #[test]
     fn without_a_limit_it_is_what_the_system_says() {
         assert_eq!(available(&[]), 4_096_000);
@@ -157,6 +183,12 @@ mod tests {
             ("sys/fs/cgroup/user/memory.current", "5\n"),
         ];
         assert_eq!(available(&unlimited), 4_096_000);
+        assert_eq!((limit(&[]), limit(&unlimited)), (None, None));
+        let first_generation = [
+            ("proc/self/cgroup", "4:memory:/x\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ];
+        assert_eq!(limit(&first_generation), None);
     }
 
     #[test]
@@ -170,6 +202,7 @@ mod tests {
             ("sys/fs/cgroup/memory.max", "max\n"),
         ];
         assert_eq!(available(&files), 500_000);
+        assert_eq!(limit(&files), Some(2_000_000));
         let cached = ("sys/fs/cgroup/a/memory.stat", "anon 7\ninactive_file 400000\nfile 9\n");
         assert_eq!(available(&[&files[..], &[cached]].concat()), 900_000);
     }
@@ -195,6 +228,7 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "1\n"),
         ];
         assert_eq!(available(&files), 1_500_000);
+        assert_eq!(limit(&files), Some(2_000_000));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::block::{BlockIndex, BlockSpec, Placement};
 use crate::execute::Residency;
 
 pub use demand::{Demand, Workload};
-pub use memory::{device_budget_bytes, host_budget_bytes};
+pub use memory::{device_budget_bytes, host_budget_bytes, host_limit_bytes};
 pub use predict::{Bound, Prediction, Rates};
 pub use traffic::{Fetches, Itinerary, Pass, Traffic};
 
@@ -56,8 +56,10 @@ pub struct PlanRequest<'a> {
     pub device_bytes: u64,
     /// Host memory that may be used. On the CPU, whose memory is the device's, 0.
     pub host_bytes: u64,
-    /// Pinned memory between drive and device; 0 on the CPU.
+    /// Memory between drive and device.
     pub staging_bytes: u64,
+    /// Whether device and host have one memory, as on the CPU. Staging then comes out of `device_bytes`.
+    pub has_one_memory: bool,
     /// What computing takes.
     pub demand: &'a Demand,
     /// What the machine can do.
@@ -100,6 +102,8 @@ pub struct DeviceMemory {
     pub graph_bytes: u64,
     /// Activations, logits, gradients, optimizer, and what libraries take: an estimate.
     pub working_set_bytes: u64,
+    /// Chunks between drive and device, where both have one memory; else 0.
+    pub staging_bytes: u64,
 }
 
 impl DeviceMemory {
@@ -110,6 +114,7 @@ impl DeviceMemory {
             + self.slot_bytes
             + self.graph_bytes
             + self.working_set_bytes
+            + self.staging_bytes
     }
 }
 
@@ -118,7 +123,7 @@ impl DeviceMemory {
 pub struct PinnedMemory {
     /// What may be used.
     pub budget_bytes: u64,
-    /// Chunks between drive and device.
+    /// Chunks between drive and device; 0 where both have one memory.
     pub staging_bytes: u64,
     /// Tables whose rows are gathered from here.
     pub gathered_bytes: u64,

@@ -3,25 +3,21 @@
 use std::fmt;
 
 use super::{Plan, PlannedBlock, Tier};
-
-/// A number of bytes in the unit that people would use.
-pub(super) fn size(num_bytes: u64) -> String {
-    let unit = [("GiB", 30), ("MiB", 20), ("KiB", 10)]
-        .into_iter()
-        .find(|(_, shift)| num_bytes >> shift > 0);
-    match unit {
-        Some((name, shift)) => {
-            format!("{:.2} {name}", num_bytes as f64 / f64::from(1_u32 << shift))
-        }
-        None => format!("{num_bytes} B"),
-    }
-}
+use crate::size::size;
 
 /// `2.00 GiB of 8.00 GiB`; without a limit only the first.
 fn share(used_bytes: u64, budget_bytes: u64) -> String {
     match budget_bytes {
         u64::MAX => size(used_bytes),
         _ => format!("{} of {}", size(used_bytes), size(budget_bytes)),
+    }
+}
+
+/// `staging 128.00 MiB` in the memory that it is in.
+fn staging(num_bytes: u64, before: &str, after: &str) -> String {
+    match num_bytes {
+        0 => String::new(),
+        _ => format!("{before}staging {}{after}", size(num_bytes)),
     }
 }
 
@@ -71,7 +67,7 @@ impl fmt::Display for Plan {
         writeln!(
             formatter,
             "device memory  {}: tensors that stay {}, blocks that stay {}, {} slots {}, graphs {}, \
-             computing {}",
+             computing {}{}",
             share(device.used_bytes(), device.budget_bytes),
             size(device.resident_bytes),
             size(device.kept_bytes),
@@ -79,12 +75,13 @@ impl fmt::Display for Plan {
             size(device.slot_bytes),
             size(device.graph_bytes),
             size(device.working_set_bytes),
+            staging(device.staging_bytes, ", ", ""),
         )?;
         writeln!(
             formatter,
-            "host memory    {}: staging {}, embedding {}, blocks {}",
+            "host memory    {}: {}embedding {}, blocks {}",
             share(host.used_bytes(), host.budget_bytes),
-            size(host.staging_bytes),
+            staging(host.staging_bytes, "", ", "),
             size(host.gathered_bytes),
             size(host.block_bytes),
         )?;

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::table::size;
 use super::*;
 use crate::dtype::Dtype;
 use crate::error::Result;
+use crate::size::size;
 
 const KIB: u64 = 1024;
 
@@ -36,6 +36,7 @@ struct Case {
     device: u64,
     host: u64,
     staging: u64,
+    has_one_memory: bool,
     num_slots: usize,
     pass: Pass,
     only: Option<Tier>,
@@ -47,6 +48,7 @@ const TRAINS: Case = Case {
     device: 1000,
     host: 0,
     staging: 0,
+    has_one_memory: false,
     num_slots: 2,
     pass: Pass::Training { lowest: Some(BlockIndex(4)) },
     only: None,
@@ -94,8 +96,14 @@ fn plan(blocks: &[BlockSpec], case: Case) -> Result<Plan> {
         device_bytes: case.device * KIB,
         host_bytes: case.host * KIB,
         staging_bytes: case.staging * KIB,
+        has_one_memory: case.has_one_memory,
         demand: &demand,
-        rates: Rates { disk_gb_per_s: Some(1.0), link_gb_per_s: Some(5.0), ..Rates::default() },
+        rates: Rates {
+            disk_gb_per_s: Some(1.0),
+            link_gb_per_s: Some(5.0),
+            tflops: Some(1e5),
+            ..Rates::default()
+        },
         only: case.only,
     })
 }
@@ -129,6 +137,38 @@ fn a_model_that_fits_stays_and_what_is_left_holds_graphs_from_the_top() {
     assert_eq!(most.residency().graphs.len(), 4);
     let inference = plan(&blocks, Case { pass: Pass::Inference, ..TRAINS }).unwrap();
     assert_eq!(tiers(&inference), "kkkkkkkkkkk");
+}
+
+#[test]
+fn a_model_that_fits_moves_nothing_though_a_plan_that_moves_something_would_be_faster() {
+    // With the embedding in host memory, or the head in a slot, more graphs could be held.
+    let blocks = model(&[10; 8], 20, 20);
+    let held = plan(&blocks, Case { device: 122, host: 40, ..TRAINS }).unwrap();
+    let moves = (held.later, held.gathered_bytes, held.gather_from_host, held.stream_head);
+    assert_eq!(moves, (Traffic::default(), 0, false, false));
+    let without = Case { device: 121, host: 40, ..TRAINS };
+    assert!(plan(&blocks, without).unwrap().prediction.seconds < held.prediction.seconds);
+}
+
+#[test]
+fn staging_is_in_the_memory_that_it_takes_and_is_named_where_it_does_not_fit() {
+    let blocks = model(&[10; 8], 0, 0);
+    let apart = Case { device: 62, host: 5, staging: 5, ..TRAINS };
+    let one = Case { device: 67, host: 0, has_one_memory: true, ..apart };
+    let (apart, one) = (plan(&blocks, apart).unwrap(), plan(&blocks, one).unwrap());
+    assert_eq!((apart.device.staging_bytes, apart.host.staging_bytes), (0, 5 * KIB));
+    assert_eq!((one.device.staging_bytes, one.host.staging_bytes), (5 * KIB, 0));
+    assert_eq!(tiers(&apart), tiers(&one));
+    for plan in [&apart, &one] {
+        assert_eq!(plan.to_string().matches("staging 5.00 KiB").count(), 1, "{plan}");
+    }
+    let little = Case { device: 1000, host: 4, staging: 5, ..TRAINS };
+    for case in [little, Case { device: 16, host: 0, has_one_memory: true, ..little }] {
+        let error = plan(&blocks, case).unwrap_err().to_string();
+        for word in ["5.00 KiB for reads", "stream.num_chunks", "stream.chunk"] {
+            assert!(error.contains(word), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -362,6 +402,7 @@ fn laptop(num_layers: usize, hidden: usize, inner: usize, query: usize) -> Plan 
         device_bytes: (7.7 * f64::from(1 << 30)) as u64,
         host_bytes: (7 << 30) + staging_bytes + blocks[num_layers].image_bytes as u64,
         staging_bytes,
+        has_one_memory: false,
         demand: &workload.demand(&blocks, pass),
         rates: Rates {
             disk_gb_per_s: Some(5.0),

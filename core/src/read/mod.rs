@@ -79,8 +79,8 @@ pub trait Reader: Send + fmt::Debug {
     /// cheaper. What was told before is forgotten. The default makes no use of it.
     ///
     /// # Safety
-    /// The memory must be valid and stay mapped until the reader is dropped or told of other memory
-    /// while nothing is in flight.
+    /// The memory must be valid and stay mapped until [`Reader::stop`] has succeeded, or the reader was told of
+    /// other memory while nothing was in flight.
     unsafe fn register(&mut self, _buffers: &[(*mut u8, usize)]) {}
 
     /// Bytes under way that keep the drive busy: no more need be submitted. The default says that more is
@@ -92,8 +92,8 @@ pub trait Reader: Send + fmt::Debug {
     /// Starts a read into the memory at `into`.
     ///
     /// # Safety
-    /// `into` must be valid for the request's length, and nobody else may touch it, until the
-    /// request's completion was returned.
+    /// `into` must be valid for the request's length, and nobody else may touch it, until the request's
+    /// completion was returned or [`Reader::stop`] has succeeded; for ever when that fails.
     ///
     /// # Errors
     /// When the request cannot even be started; it has no completion then.
@@ -113,6 +113,14 @@ pub trait Reader: Send + fmt::Debug {
     /// # Errors
     /// As [`Reader::wait`].
     fn poll(&mut self) -> Result<Option<Completion>>;
+
+    /// Begins nothing more and waits until no memory is written to. Dropping the reader tries the same, but
+    /// cannot say how it ended: who owns the memory calls this before.
+    ///
+    /// # Errors
+    /// When the system does not tell what has ended: it may write to the memory of requests at any time,
+    /// so that this must never be used or freed again.
+    fn stop(&mut self) -> Result<()>;
 }
 
 /// How files are read.

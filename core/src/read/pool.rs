@@ -20,7 +20,7 @@ const MAX_READ_BYTES: usize = 1 << 30;
 #[derive(Debug)]
 pub(super) struct PoolReader {
     files: Arc<[ReadFile]>,
-    // None only while the reader is dropped.
+    // None once the reader was stopped.
     jobs: Option<Sender<Job>>,
     completions: Receiver<Completion>,
     threads: Vec<JoinHandle<()>>,
@@ -127,16 +127,21 @@ impl Reader for PoolReader {
             Err(TryRecvError::Disconnected) => Err(ended()),
         }
     }
-}
 
-impl Drop for PoolReader {
-    fn drop(&mut self) {
+    fn stop(&mut self) -> Result<()> {
         // What no thread has begun is not begun any more; what is under way ends before the memory goes.
         self.abandoned.store(true, Ordering::Relaxed);
         self.jobs = None;
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+        Ok(())
+    }
+}
+
+impl Drop for PoolReader {
+    fn drop(&mut self) {
+        let _ = self.stop();
     }
 }
 

@@ -87,10 +87,10 @@ pub fn drive_gb_per_s(paths: &[&Path], max_bytes: u64) -> Result<DriveRate> {
             if spans.is_empty() {
                 continue;
             }
-            let used = &mut memory.bytes_mut()[..request_bytes * depth];
-            let (read_bytes, seconds) = run(&mut *reader, &spans, request_bytes, used, TRIAL_TIME)?;
-            let gb_per_s = read_bytes as f64 / seconds / 1e9;
             let how = setting.describe(&*reader);
+            let (read_bytes, seconds) =
+                run(&mut *reader, &spans, request_bytes, &mut memory, depth, TRIAL_TIME)?;
+            let gb_per_s = read_bytes as f64 / seconds / 1e9;
             tracing::debug!("{gb_per_s:.2} GB/s: {how}");
             tried.push((gb_per_s, setting));
             if best.as_ref().is_none_or(|best| best.gb_per_s < gb_per_s) {
@@ -127,7 +127,7 @@ pub fn drive_pass_gb_per_s(paths: &[&Path], setting: DriveSetting) -> Result<f64
     let mut reader = setting.open(paths)?;
     forget_cached(paths, &*reader);
     let (read_bytes, seconds) =
-        run(&mut *reader, &spans, request_bytes, memory.bytes_mut(), Duration::MAX)?;
+        run(&mut *reader, &spans, request_bytes, &mut memory, depth, Duration::MAX)?;
     Ok(read_bytes as f64 / seconds / 1e9)
 }
 
@@ -211,8 +211,26 @@ fn spans(units: &[Unit], num_files: usize, request_bytes: usize) -> Vec<(usize, 
     spans
 }
 
-/// Reads `spans` with as many requests in flight as `memory` has room for. Returns bytes and seconds.
+/// Reads `spans` with `depth` requests in flight, for which `memory` has room. Returns bytes and seconds.
+/// The reader is stopped at the end.
 fn run(
+    reader: &mut dyn Reader,
+    spans: &[(usize, u64)],
+    request_bytes: usize,
+    memory: &mut HostBuffer,
+    depth: usize,
+    longest: Duration,
+) -> Result<(usize, f64)> {
+    let used = &mut memory.bytes_mut()[..request_bytes * depth];
+    let outcome = read_spans(reader, spans, request_bytes, used, longest);
+    if let Err(error) = reader.stop() {
+        std::mem::forget(std::mem::take(memory));
+        return Err(error);
+    }
+    outcome
+}
+
+fn read_spans(
     reader: &mut dyn Reader,
     spans: &[(usize, u64)],
     request_bytes: usize,
@@ -233,8 +251,8 @@ fn run(
             num_bytes: request_bytes,
             needed_bytes: 0,
         };
-        // SAFETY: `into` is a part of `memory` that no other request in flight uses. The caller keeps
-        // the memory longer than the reader, which waits for what is in flight when it is dropped.
+        // SAFETY: `into` is a part of `memory` that no other request in flight uses. The caller stops
+        // the reader before the memory goes.
         unsafe { reader.submit(slot as u64, request, into) }
     };
     for (slot, part) in free.iter_mut().enumerate() {

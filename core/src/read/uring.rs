@@ -19,6 +19,12 @@ use crate::error::{Error, Result};
 const PIECE_BYTES: usize = 1 << 20;
 /// Most pieces in the system's hands at a time.
 const MAX_QUEUE_DEPTH: usize = 1024;
+/// The system registers no more than this as one buffer.
+const MAX_BUFFER_BYTES: usize = 1 << 30;
+/// A ring that is stopped and only fails to tell what has ended is asked so often,
+const MOST_FAILED_WAITS: usize = 100;
+/// and so much time passes in between.
+const RETRY: Duration = Duration::from_millis(10);
 
 /// Carries out requests for files through an io_uring.
 pub(super) struct UringReader {
@@ -108,7 +114,7 @@ impl UringReader {
             let entry = self.entry(flight, piece).user_data(number);
             // SAFETY: the file stays open as long as the ring, and `Reader::submit` demands that the
             // memory is valid until the request's completion, which comes after this piece's result;
-            // dropping the reader waits for all results.
+            // who owns it asks `stop` before the memory goes.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
                 self.waiting.push_front(piece);
                 break;
@@ -261,22 +267,27 @@ impl Reader for UringReader {
                 tracing::debug!(%error, "io_uring keeps the memory registered before");
             }
         }
-        let vectors: Vec<_> = buffers
+        // A read across the end of one goes into it as into any other memory.
+        let pieces = |(start, num_bytes): &(*mut u8, usize)| {
+            let (start, end) = (*start as usize, *start as usize + num_bytes);
+            (start..end)
+                .step_by(MAX_BUFFER_BYTES)
+                .map(move |piece| piece..end.min(piece + MAX_BUFFER_BYTES))
+        };
+        let ranges: Vec<_> = buffers.iter().flat_map(pieces).collect();
+        let vectors: Vec<_> = ranges
             .iter()
-            .map(|(start, num_bytes)| libc::iovec { iov_base: start.cast(), iov_len: *num_bytes })
+            .map(|range| libc::iovec {
+                iov_base: range.start as *mut libc::c_void,
+                iov_len: range.len(),
+            })
             .collect();
         if vectors.is_empty() || vectors.len() > usize::from(u16::MAX) {
             return;
         }
         // SAFETY: the caller keeps the memory mapped until the reader is dropped.
         match unsafe { submitter.register_buffers(&vectors) } {
-            Ok(()) => {
-                let range = |(start, num_bytes): &(*mut u8, usize)| {
-                    let start = *start as usize;
-                    start..start + num_bytes
-                };
-                self.buffers = buffers.iter().map(range).collect();
-            }
+            Ok(()) => self.buffers = ranges,
             Err(error) => {
                 tracing::debug!(
                     %error,
@@ -347,20 +358,41 @@ impl Reader for UringReader {
     fn poll(&mut self) -> Result<Option<Completion>> {
         self.take()
     }
+
+    fn stop(&mut self) -> Result<()> {
+        // The system writes into memory that soon belongs to somebody else: nothing but the results tells
+        // when it has stopped. A call that waits for one and brings none has failed.
+        let mut num_failed = 0;
+        loop {
+            self.waiting.clear();
+            let num_left = self.in_kernel.len();
+            if num_left == 0 {
+                return Ok(());
+            }
+            let pushed = self.push(1);
+            self.collect();
+            if self.in_kernel.len() < num_left {
+                num_failed = 0;
+                continue;
+            }
+            num_failed += 1;
+            if num_failed == MOST_FAILED_WAITS {
+                // Asked once is enough.
+                self.in_kernel.clear();
+                let reason = pushed.err().map_or_else(String::new, |error| format!(" ({error})"));
+                return Err(Error::usage(format!(
+                    "io_uring does not say whether {num_left} reads have ended{reason}"
+                )));
+            }
+            std::thread::sleep(RETRY);
+        }
+    }
 }
 
 impl Drop for UringReader {
     fn drop(&mut self) {
-        self.waiting.clear();
-        // The system writes into memory that soon belongs to somebody else: nothing but the results
-        // tells when it has stopped.
-        while !self.in_kernel.is_empty() {
-            if let Err(error) = self.push(1) {
-                tracing::warn!(%error, "waiting for reads that are under way");
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            self.collect();
-            self.waiting.clear();
+        if let Err(error) = self.stop() {
+            tracing::error!("{error}");
         }
     }
 }
@@ -372,5 +404,76 @@ impl fmt::Debug for UringReader {
             .field("files", &self.files)
             .field("in_flight", &self.num_in_flight())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::path::Path;
+
+    use super::*;
+    use crate::device::HostBuffer;
+
+    /// A reader for a file of 4 MiB, unless the machine refuses io_uring, which is printed.
+    fn reader(folder: &Path) -> Option<(UringReader, Vec<u8>)> {
+        let path = folder.join("file");
+        let bytes: Vec<u8> =
+            (0..4_u32 << 20).map(|at| (at.wrapping_mul(40_503) >> 7) as u8).collect();
+        std::fs::File::create(&path).unwrap().write_all(&bytes).unwrap();
+        let (file, _) = ReadFile::open_direct(&path).unwrap();
+        match UringReader::new(Arc::new([file]), 4) {
+            Ok(reader) => Some((reader, bytes)),
+            Err(reason) => {
+                println!("skipped: this machine refuses io_uring: {reason}");
+                None
+            }
+        }
+    }
+
+    fn whole(bytes: &[u8]) -> Request {
+        let num_bytes = bytes.len();
+        Request::File { file: 0, offset_bytes: 0, num_bytes, needed_bytes: num_bytes }
+    }
+
+    #[test]
+    fn memory_of_more_than_a_gibibyte_is_registered_in_pieces_and_read_into_across_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let Some((mut reader, bytes)) = reader(folder.path()) else { return };
+        let mut memory = HostBuffer::new(MAX_BUFFER_BYTES + bytes.len()).unwrap();
+        let range =
+            |memory: &mut HostBuffer, num_bytes| (memory.bytes_mut().as_mut_ptr(), num_bytes);
+        let num_bytes = memory.bytes().len();
+        // SAFETY: the memory outlives the reader's use of it, and nothing is in flight.
+        unsafe { reader.register(&[range(&mut memory, num_bytes)]) };
+        if reader.buffers.is_empty() {
+            println!("skipped: this machine registers no memory, or not as much");
+            return;
+        }
+        assert_eq!(reader.buffers.len(), 2, "{}", reader.describe());
+        for start in [0, MAX_BUFFER_BYTES - (3 << 19), MAX_BUFFER_BYTES] {
+            let into = memory.bytes_mut()[start..][..bytes.len()].as_mut_ptr();
+            // SAFETY: the slice is as long as the request, which is waited for.
+            unsafe { reader.submit(0, whole(&bytes), into).unwrap() };
+            assert_eq!(reader.wait().unwrap().unwrap().outcome.unwrap(), bytes.len());
+            assert!(memory.bytes()[start..].starts_with(&bytes), "at {start}");
+        }
+        reader.stop().unwrap();
+    }
+
+    #[test]
+    fn a_ring_that_only_fails_is_given_up_and_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let Some((mut reader, bytes)) = reader(folder.path()) else { return };
+        let nothing = std::fs::File::open("/dev/null").unwrap();
+        // SAFETY: the ring's descriptor stays open and stays its own; what it stands for cannot be waited on.
+        let replaced = unsafe { libc::dup2(nothing.as_raw_fd(), reader.ring.as_raw_fd()) };
+        assert_eq!(replaced, reader.ring.as_raw_fd());
+        let mut memory = HostBuffer::new(bytes.len()).unwrap();
+        // SAFETY: the memory is as long as the request; the system never hears of it.
+        unsafe { reader.submit(0, whole(&bytes), memory.bytes_mut().as_mut_ptr()).unwrap() };
+        let error = reader.stop().unwrap_err().to_string();
+        assert!(error.contains("whether 4 reads have ended"), "{error}");
+        assert!(reader.wait().is_err());
     }
 }

@@ -89,23 +89,6 @@ pub trait BlockSource: Send + Sync + fmt::Debug {
     }
 }
 
-/// Most bytes of an image asked for at once: bounds what a source with checksums must hold.
-const LOAD_BYTES: usize = 64 << 20;
-
-/// Fills `image` with the whole image of `block`. Returns how many bytes came from storage.
-pub(crate) fn read_image(
-    source: &dyn BlockSource,
-    block: BlockIndex,
-    image: &mut HostBuffer,
-) -> Result<usize> {
-    let mut read_bytes = 0;
-    for (part, into) in image.bytes_mut().chunks_mut(LOAD_BYTES).enumerate() {
-        let start = part * LOAD_BYTES;
-        read_bytes += source.read(block, start..start + into.len(), into)?;
-    }
-    Ok(read_bytes)
-}
-
 /// Makes a call into a source: a panic of it becomes an error.
 pub(crate) fn guarded<T>(call: impl FnOnce() -> T) -> Result<T> {
     catch_unwind(AssertUnwindSafe(call)).map_err(|panic| {

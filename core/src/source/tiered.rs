@@ -7,12 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use super::{BlockSource, Extent, check_request, read_image};
+use super::{BlockSource, Extent, check_request};
 use crate::block::{BlockIndex, BlockSpec};
 use crate::device::HostBuffer;
 use crate::error::{Error, Result};
+use crate::read::ReadMethod;
+use crate::stream::HostLoader;
 
-/// Threads that load: page-locking and reading of different blocks overlap.
+/// Threads that load: page-locking, reading and checking of different blocks overlap.
 const NUM_THREADS: usize = 4;
 
 /// Holds the images of chosen blocks in host memory and lends them; everything else is up to the source
@@ -25,8 +27,9 @@ pub struct TieredSource {
 }
 
 impl TieredSource {
-    /// Loads `chosen` blocks of `inner`, the most important first. `reserve` makes the memory of each:
-    /// [`HostBuffer::new`], or [`HostBuffer::for_device`] for a CUDA device.
+    /// Loads `chosen` blocks of `inner`, the most important first, from files that are read by `read`.
+    /// `reserve` makes the memory of each: [`HostBuffer::new`], or [`HostBuffer::for_device`] for a CUDA
+    /// device.
     ///
     /// When `reserve` refuses, the blocks loaded so far stay, the others remain where they are, and
     /// [`TieredSource::refusal`] says why.
@@ -36,17 +39,24 @@ impl TieredSource {
     pub fn load(
         inner: Arc<dyn BlockSource>,
         chosen: &[BlockIndex],
+        read: ReadMethod,
         reserve: impl Fn(usize) -> Result<HostBuffer> + Sync,
     ) -> Result<Self> {
         if let Some(block) = chosen.iter().find(|block| block.0 >= inner.blocks().len()) {
             return Err(Error::usage(format!("{} has no block {block}", inner.describe())));
         }
+        let image_bytes = |block: &BlockIndex| inner.blocks()[block.0].image_bytes;
+        let largest_bytes = chosen.iter().map(image_bytes).max().unwrap_or(0);
         let (next, loaded) = (AtomicUsize::new(0), Mutex::new(Loaded::default()));
         let work = || {
+            let mut loader = HostLoader::new(&inner, read, largest_bytes);
             while let Some(&block) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let outcome = match reserve(inner.blocks()[block.0].image_bytes) {
+                let outcome = match reserve(image_bytes(&block)) {
                     Err(error) => Err(Failure::Refused(error)),
-                    Ok(image) => fill(&*inner, block, image).map_err(Failure::Read),
+                    Ok(mut image) => match loader.fill(block, &mut image) {
+                        Ok(_) => Ok(image),
+                        Err(error) => Err(Failure::Read(error)),
+                    },
                 };
                 let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
                 match outcome {
@@ -106,12 +116,6 @@ enum Failure {
     Refused(Error),
     /// The block cannot be read.
     Read(Error),
-}
-
-fn fill(inner: &dyn BlockSource, block: BlockIndex, mut image: HostBuffer) -> Result<HostBuffer> {
-    read_image(inner, block, &mut image)
-        .map_err(|error| error.in_block(&inner.blocks()[block.0].name))?;
-    Ok(image)
 }
 
 impl BlockSource for TieredSource {

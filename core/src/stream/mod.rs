@@ -14,6 +14,8 @@
 //! slot, so neither side waits for the other unless it has to.
 
 mod chunks;
+mod driving;
+mod host_images;
 mod lease;
 mod readback;
 mod resident;
@@ -32,6 +34,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
+pub(crate) use host_images::HostLoader;
 pub use lease::Lease;
 pub use readback::Readback;
 pub(crate) use resident::views;
@@ -45,6 +48,7 @@ use crate::error::{Error, Result};
 use crate::read::ReadMethod;
 use crate::source::BlockSource;
 use crate::state::NamedTensors;
+use driving::Driving;
 use schedule::Schedule;
 use stats::Residency;
 use trace::{Timed, Trace};
@@ -176,6 +180,7 @@ struct Inner {
     /// Blocks that the reader was told of beyond those it has a place for.
     announced: VecDeque<BlockIndex>,
     resident_bytes: u64,
+    driving: Driving,
     visits_since_settling: usize,
     worker: Option<Worker>,
     /// Why fetching ahead failed when a visit ended; the next lease says so.
@@ -283,6 +288,7 @@ impl BlockStream {
             trace: None,
             announced: VecDeque::new(),
             resident_bytes: 0,
+            driving: Driving::new(),
             visits_since_settling: 0,
             worker: Some(Worker::spawn(transfer, num_slots)?),
             failure: None,
@@ -389,7 +395,10 @@ impl BlockStream {
             return Err(Error::usage("no visit is scheduled; call schedule first"));
         };
         match self.make_usable(&mut inner, block, slot) {
-            Ok((tensors, start)) => Ok(Lease { stream: self, block, slot, tensors, start }),
+            Ok((tensors, start)) => {
+                inner.driving.begin_visit();
+                Ok(Lease { stream: self, block, slot, tensors, start })
+            }
             Err(error) => {
                 inner.schedule.release();
                 if let Some(slot) = slot {

@@ -37,7 +37,9 @@ impl BlockStream {
     pub fn value(&self, readback: &Readback) -> Result<f64> {
         let start = Instant::now();
         self.engine.synchronize(&readback.arrived)?;
-        self.borrow()?.stats.device_wait_ms += start.elapsed().as_secs_f64() * 1e3;
+        let mut inner = self.borrow()?;
+        inner.stats.device_wait_ms += inner.driving.was_elsewhere(start);
+        drop(inner);
         Ok(readback.host.f_double_value(&[])?)
     }
 }

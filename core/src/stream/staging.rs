@@ -44,7 +44,6 @@ pub(super) struct Filled {
 /// Chunks of pinned memory and the reader that fills them.
 #[derive(Debug)]
 pub(super) struct Ring {
-    // Before the buffers: dropping it waits for the reads that are under way.
     reader: Box<dyn Reader>,
     engine: Arc<dyn CopyEngine>,
     /// All chunks, one after another: one piece of memory gets large pages also for small chunks, and a
@@ -76,7 +75,7 @@ impl Ring {
             .ok_or_else(|| Error::usage("the staging chunks are too large to be added up"))?;
         let mut memory = engine.host_buffer(num_bytes)?;
         let range = (memory.bytes_mut().as_mut_ptr(), num_bytes);
-        // SAFETY: the memory does not move when the ring does, and outlives the reader.
+        // SAFETY: the memory does not move when the ring does, and goes only when the reader was stopped.
         unsafe { reader.register(&[range]) };
         Ok(Self {
             reader,
@@ -268,6 +267,11 @@ impl Drop for Ring {
             if let Err(error) = self.wait_for_copy() {
                 tracing::warn!(%error, "a copy from staging memory did not end");
             }
+        }
+        if let Err(error) = self.reader.stop() {
+            let num_bytes = self.num_bytes();
+            tracing::error!("{num_bytes} bytes of staging memory are lost: {error}");
+            std::mem::forget(std::mem::take(&mut self.memory));
         }
     }
 }

@@ -23,6 +23,14 @@ pub struct StreamStats {
     pub host_wait_ms: f64,
     /// Time that the calling thread waited for values to come back from the device.
     pub device_wait_ms: f64,
+    /// Time that the calling thread worked while the device had nothing to do but what it was just given:
+    /// it had begun a visit before all of it was queued. What is launched ahead of the device costs nothing
+    /// and is not counted, nor is the time for which the driver holds launches back. On the CPU, all that is
+    /// neither a visit nor waiting.
+    pub host_ms: f64,
+    /// Of `host_ms`, the time within visits: it is in `compute_ms` too, though the device only followed the
+    /// launches. 0 on the CPU.
+    pub launch_ms: f64,
     /// Time that the compute stream spent in visits, from their first kernel to their last; what it stood
     /// still in between included.
     pub compute_ms: f64,

@@ -202,6 +202,7 @@ impl Transfer {
             match self.copy_oldest() {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
+                Err(error) if self.ring.is_none() => return self.give_up(error),
                 Err(error) => break Err(error),
             }
         };
@@ -339,15 +340,18 @@ impl Transfer {
         let after = (fetch.num_copied == 0).then_some(&*place.after);
         // SAFETY: the place holds the image (checked by `request`) and outlives the copy; the chunk
         // is not touched again before the copy's end, for which the ring waits.
-        let (start, end) = unsafe { self.engine.copy(&copies, after)? };
-        let num_bytes = pieces.iter().map(|piece| piece.num_bytes).sum();
-        let copy = Arc::new(Timed::copy(fetch.block, num_bytes, (start, end)));
-        ring.empty(index, Arc::clone(&copy));
-        self.moved.copied_bytes += num_bytes;
-        self.moved.timed.push(Arc::clone(&copy));
-        self.last_copy = Some(Arc::clone(&copy));
-        fetch.last_copy = Some(copy);
+        let (copied, end) = unsafe { copy(&*self.engine, fetch.block, &copies, after) };
         fetch.staged.pop_front();
+        match &end {
+            Some(end) => ring.empty(index, Arc::clone(end)),
+            // Nothing can tell when the chunk is free. Pinned memory goes only when the device rests.
+            None => self.ring = None,
+        }
+        self.last_copy = end.or(self.last_copy.take());
+        let copy = copied?;
+        self.moved.copied_bytes += copy.num_bytes;
+        self.moved.timed.push(Arc::clone(&copy));
+        fetch.last_copy = Some(copy);
         fetch.num_copied += 1;
         Ok(true)
     }
@@ -374,12 +378,42 @@ impl Transfer {
         let piece = CopyPiece { source: image, destination: place.address };
         // SAFETY: the place holds the image and outlives the copy; the source lends the image for as
         // long as it lives, and `self` keeps the source alive.
-        let (start, end) = unsafe { self.engine.copy(&[piece], Some(&place.after))? };
-        let num_bytes = image.len();
-        let copy = Arc::new(Timed::copy(fetch.block, num_bytes, (start, end)));
-        self.moved.copied_bytes += num_bytes;
+        let (copied, end) =
+            unsafe { copy(&*self.engine, fetch.block, &[piece], Some(&place.after)) };
+        self.last_copy = end.or(self.last_copy.take());
+        let copy = copied?;
+        self.moved.copied_bytes += copy.num_bytes;
         self.moved.timed.push(Arc::clone(&copy));
-        self.last_copy = Some(Arc::clone(&copy));
         Ok(copy)
     }
 }
+
+/// Starts copies for `block`. Returns them, and that whose end is theirs: when some could not be started,
+/// others may be on their way, and only what comes after them tells when they have ended.
+///
+/// # Safety
+/// As [`CopyEngine::copy`], until the second copy's end.
+unsafe fn copy(
+    engine: &dyn CopyEngine,
+    block: BlockIndex,
+    pieces: &[CopyPiece<'_>],
+    after: Option<&Event>,
+) -> (Result<Arc<Timed>>, Option<Arc<Timed>>) {
+    let timed = |num_bytes, events| Arc::new(Timed::copy(block, num_bytes, events));
+    // SAFETY: the caller's promises.
+    match unsafe { engine.copy(pieces, after) } {
+        Ok(events) => {
+            let num_bytes = pieces.iter().map(|piece| piece.source.len()).sum();
+            let copy = timed(num_bytes, events);
+            (Ok(Arc::clone(&copy)), Some(copy))
+        }
+        Err(error) => {
+            // SAFETY: nothing is copied.
+            let mark = unsafe { engine.copy(&[], None) };
+            (Err(error), mark.ok().map(|events| timed(0, events)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -103,7 +103,7 @@ impl BlockStream {
         let start = Instant::now();
         let shared = Arc::clone(&worker.shared);
         let copy = shared.started(slot);
-        inner.stats.host_wait_ms += start.elapsed().as_secs_f64() * 1e3;
+        inner.stats.host_wait_ms += inner.driving.was_elsewhere(start);
         let copy = copy?;
         let mut now = Arc::new(self.engine.record()?);
         if !inner.slots[slot].ordered {
@@ -127,6 +127,9 @@ impl BlockStream {
                 let (block, start) = (lease.block, Arc::clone(&lease.start));
                 if let Some(slot) = lease.slot {
                     inner.slots[slot].free = Some(Arc::clone(&end));
+                }
+                if let Err(error) = self.count_visit(&mut inner, &start, Arc::clone(&end)) {
+                    inner.failure = Some(error);
                 }
                 inner.timed.push(Arc::new(Timed {
                     lane: Lane::Compute,
@@ -190,6 +193,7 @@ impl BlockStream {
     /// Takes over what the transfer thread counted and times what has happened meanwhile.
     pub(super) fn settle(&self, inner: &mut Inner) -> Result<()> {
         inner.visits_since_settling = 0;
+        self.count_between_visits(inner)?;
         if let Some(worker) = &inner.worker {
             let mut progress = worker.shared.lock();
             let moved = std::mem::take(&mut progress.moved);

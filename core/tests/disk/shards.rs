@@ -16,13 +16,20 @@ use crate::{assert_says, damage, names_in, read};
 
 /// Three blocks: two and a bit chunks, a small one, and one without tensors.
 fn source() -> Arc<RamSource> {
+    source_with(0)
+}
+
+/// The same, but the second block begins with `first`.
+fn source_with(first: i64) -> Arc<RamSource> {
     let values = |len: i64| {
         Tensor::arange(len, (Kind::Int, Device::Cpu)).remainder(251).to_kind(Kind::Uint8)
     };
+    let small = values(5000);
+    let _ = small.narrow(0, 0, 1).fill_(first);
     let large = 2 * CHUNK_BYTES as i64 + 1000;
     let blocks = [
         ("layers.0", Placement::Streamed, vec![("a", values(large)), ("b", values(3))]),
-        ("layers.1", Placement::Streamed, vec![("a", values(5000))]),
+        ("layers.1", Placement::Streamed, vec![("a", small)]),
         ("empty", Placement::Resident, vec![]),
     ];
     Arc::new(RamSource::from_tensors(blocks, HostBuffer::new).unwrap())
@@ -31,6 +38,12 @@ fn source() -> Arc<RamSource> {
 fn write(source: &dyn BlockSource, identity: &str, directories: &[&Path]) -> Result<ShardSummary> {
     let directories: Vec<PathBuf> = directories.iter().map(|path| path.to_path_buf()).collect();
     write_shards(source, identity, &directories, &mut |_| {})
+}
+
+/// Names of the blocks that a check against `source` finds wrong.
+fn damaged_blocks(source: &dyn BlockSource, identity: &str, directory: &Path) -> Vec<String> {
+    let damaged = verify_shards(source, identity, &[directory.to_owned()], &mut |_| {}).unwrap();
+    damaged.into_iter().map(|damage| damage.block).collect()
 }
 
 fn counts(summary: ShardSummary) -> (usize, usize) {
@@ -57,7 +70,7 @@ fn files_are_aligned_and_stripes_dealt_over_the_folders() {
     assert_eq!(seen.last(), Some(&(summary.total_bytes, summary.total_bytes)));
     assert!(seen.is_sorted());
     assert_eq!(names_in(first.path()), ["block-00000.bin", "block-00002.bin", "manifest.json"]);
-    assert_eq!(names_in(&directories[1]), ["block-00000.bin", "block-00001.bin"]);
+    assert_eq!(names_in(&directories[1]), ["block-00000.bin", "block-00001.bin", "stripes.json"]);
     let size = |folder: &Path, file| folder.join(file).metadata().unwrap().len() as usize;
     // Stripes 0 and 2 in the first folder, 1 in the second; block 1 begins in the second.
     assert_eq!(size(first.path(), "block-00000.bin"), CHUNK_BYTES + 4096);
@@ -68,7 +81,7 @@ fn files_are_aligned_and_stripes_dealt_over_the_folders() {
     for block in 0..3 {
         assert_eq!(read_all(&shards, block).unwrap(), read_all(&*source, block).unwrap());
     }
-    assert!(verify_shards(first.path(), None, &mut |_| {}).unwrap().is_empty());
+    assert!(damaged_blocks(&*source, "id", first.path()).is_empty());
 }
 
 #[test]
@@ -103,17 +116,17 @@ fn one_flipped_bit_is_found_on_read_and_by_verification_and_repaired_alone() {
     assert_eq!(read(&shards, 0, 0..CHUNK_BYTES), read(&*source, 0, 0..CHUNK_BYTES));
     read_all(&shards, 1).unwrap();
     read_all(&shards.with_verify(false), 0).unwrap();
-    let damaged = verify_shards(directory.path(), None, &mut |_| {}).unwrap();
-    assert_eq!(damaged.iter().map(|damage| &*damage.block).collect::<Vec<_>>(), ["layers.0"]);
+    assert_eq!(damaged_blocks(&*source, "id", directory.path()), ["layers.0"]);
 
     assert_eq!(counts(write(&*source, "id", &[directory.path()]).unwrap()), (1, 2));
-    assert!(verify_shards(directory.path(), None, &mut |_| {}).unwrap().is_empty());
+    assert!(damaged_blocks(&*source, "id", directory.path()).is_empty());
 }
 
 #[test]
 fn a_missing_or_short_file_is_refused_at_once() {
     let directory = tempfile::tempdir().unwrap();
-    write(&*source(), "id", &[directory.path()]).unwrap();
+    let source = source();
+    write(&*source, "id", &[directory.path()]).unwrap();
     let file = directory.path().join("block-00001.bin");
     std::fs::File::options().write(true).open(&file).unwrap().set_len(4096).unwrap();
     assert_says(
@@ -122,8 +135,7 @@ fn a_missing_or_short_file_is_refused_at_once() {
     );
     std::fs::remove_file(&file).unwrap();
     assert_says(ShardSource::open(directory.path(), None), &["block-00001.bin", "No such file"]);
-    let damaged = verify_shards(directory.path(), None, &mut |_| {}).unwrap();
-    assert_eq!(damaged.len(), 1);
+    assert_eq!(damaged_blocks(&*source, "id", directory.path()), ["layers.1"]);
 }
 
 #[test]
@@ -181,7 +193,7 @@ fn an_interrupted_run_leaves_no_manifest_and_is_taken_up_where_it_stopped() {
     let mut text = std::fs::read_to_string(&journal).unwrap();
     text += "\n{\"identity\":\"id\",\"pa";
     std::fs::write(&journal, text).unwrap();
-    std::fs::write(directory.path().join(".block-00001.bin.Xy.partial"), "half").unwrap();
+    std::fs::write(directory.path().join(".block-00001.bin.Xy12ab.partial"), "half").unwrap();
 
     assert_eq!(counts(write(&failing, "id", &[directory.path()]).unwrap()), (2, 1));
     assert_eq!(
@@ -200,7 +212,7 @@ fn a_finished_block_that_was_damaged_since_is_not_kept() {
     write(&failing, "id", &[directory.path()]).unwrap_err();
     damage(&directory.path().join("block-00000.bin"), 5);
     assert_eq!(counts(write(&failing, "id", &[directory.path()]).unwrap()), (3, 0));
-    assert!(verify_shards(directory.path(), None, &mut |_| {}).unwrap().is_empty());
+    assert!(damaged_blocks(&failing, "id", directory.path()).is_empty());
 }
 
 #[test]
@@ -213,4 +225,42 @@ fn shards_of_another_checkpoint_are_replaced_and_never_described_by_the_old_mani
     assert_eq!(counts(write(&failing, "new", &[directory.path()]).unwrap()), (2, 1));
     ShardSource::open(directory.path(), Some("new")).unwrap();
     assert_says(write(&failing, "new", &[]), &["at least one folder"]);
+}
+
+#[test]
+fn one_byte_that_changed_in_the_model_is_found_by_verification_and_written_by_the_next_run() {
+    let directory = tempfile::tempdir().unwrap();
+    let directories = [directory.path().to_owned()];
+    write(&*source(), "id", &[directory.path()]).unwrap();
+    // The identity samples, so it may stay the same.
+    let changed = source_with(1);
+    let damaged = verify_shards(&*changed, "id", &directories, &mut |_| {}).unwrap();
+    assert_eq!(damaged.len(), 1);
+    let reason = damaged[0].reason.to_string();
+    for part in ["block-00001.bin", "bytes 0 to 5120 of block 'layers.1'", &changed.describe()] {
+        assert!(reason.contains(part), "'{part}' is not in: {reason}");
+    }
+    assert_eq!(counts(write(&*changed, "id", &[directory.path()]).unwrap()), (1, 2));
+    assert!(damaged_blocks(&*changed, "id", directory.path()).is_empty());
+    assert_eq!(damaged_blocks(&*source(), "id", directory.path()), ["layers.1"]);
+}
+
+#[test]
+fn a_verification_that_cannot_be_carried_out_is_an_error_and_no_damage() {
+    let directory = tempfile::tempdir().unwrap();
+    let directories = [directory.path().to_owned()];
+    let source = source();
+    let verify = |source: &dyn BlockSource, identity: &str, directories: &[PathBuf]| {
+        verify_shards(source, identity, directories, &mut |_| {})
+    };
+    assert_says(verify(&*source, "id", &directories), &["no manifest.json"]);
+    write(&*source, "id", &[directory.path()]).unwrap();
+    assert_says(verify(&*source, "new", &directories), &["another checkpoint"]);
+    assert_says(verify(&*source, "id", &[]), &["at least one folder"]);
+    let failing = FaultySource::new(source, vec![(BlockIndex(0), 1)]);
+    assert_says(verify(&failing, "id", &directories), &["layers.0", "injected"]);
+    let values = Tensor::ones([5000], (Kind::Uint8, Device::Cpu));
+    let blocks = [("layers.0", Placement::Streamed, vec![("a", values)])];
+    let other = RamSource::from_tensors(blocks, HostBuffer::new).unwrap();
+    assert_says(verify(&other, "id", &directories), &["other blocks than the model"]);
 }

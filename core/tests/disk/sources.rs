@@ -7,6 +7,7 @@ use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::checkpoint::{Checkpoint, Layout, tensor_from_bytes};
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::dtype::Dtype;
+use blockstreamer_core::read::ReadMethod;
 use blockstreamer_core::source::shards::{ShardSource, write_shards};
 use blockstreamer_core::source::{
     BlockSource, FaultySource, RamSource, SafetensorsSource, ThrottledSource, TieredSource,
@@ -112,7 +113,9 @@ fn a_file_cut_after_it_was_opened_is_an_error_that_names_it() {
 fn requests_outside_a_block_are_refused() {
     let fixture = Fixture::random(5);
     let files: Arc<dyn BlockSource> = Arc::new(SafetensorsSource::open(fixture.layout()).unwrap());
-    let ram = TieredSource::load(Arc::clone(&files), &[BlockIndex(0)], HostBuffer::new).unwrap();
+    let ram =
+        TieredSource::load(Arc::clone(&files), &[BlockIndex(0)], ReadMethod::Auto, HostBuffer::new)
+            .unwrap();
     for source in [&*files, &ram] {
         let image_bytes = source.blocks()[0].image_bytes;
         let mut into = vec![0; image_bytes + 1];

@@ -8,7 +8,7 @@ use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::dtype::Dtype;
 use blockstreamer_core::source::shards::{
-    CHUNK_BYTES, ShardSource, ShardSummary, verify_shards, write_shards,
+    CHUNK_BYTES, Damage, ShardSource, ShardSummary, verify_shards, write_shards,
 };
 use blockstreamer_core::source::{BlockSource, FaultySource, RamSource};
 
@@ -34,6 +34,10 @@ fn write(source: &dyn BlockSource, folders: &[PathBuf]) -> (usize, usize) {
     let ShardSummary { num_written, num_kept, .. } =
         write_shards(source, "id", folders, &mut |_| {}).unwrap();
     (num_written, num_kept)
+}
+
+fn verify(source: &dyn BlockSource, folders: &[PathBuf]) -> Vec<Damage> {
+    verify_shards(source, "id", folders, &mut |_| {}).unwrap()
 }
 
 #[test]
@@ -78,7 +82,7 @@ fn blocks_of_odd_sizes_come_back_from_any_number_of_folders() {
         for path in shards.files() {
             assert!(path.metadata().unwrap().len().is_multiple_of(4096), "{}", path.display());
         }
-        assert!(verify_shards(&folders[0], Some("id"), &mut |_| {}).unwrap().is_empty());
+        assert!(verify(&*source, &folders).is_empty());
         // All of it is whole already.
         assert_eq!(write(&*source, &folders), (0, sizes.len()));
     }
@@ -93,20 +97,20 @@ fn an_interrupted_run_over_two_folders_is_taken_up_and_damage_in_either_is_repai
     let stopped = write_shards(&failing, "id", &folders, &mut |_| {});
     assert_says(stopped, &["layers.1", "injected"]);
     assert_eq!(names_in(&folders[0]), ["block-00000.bin", "manifest.journal"]);
-    assert_eq!(names_in(&folders[1]), ["block-00000.bin"]);
+    assert_eq!(names_in(&folders[1]), ["block-00000.bin", "stripes.json"]);
     assert_says(ShardSource::open(&folders[0], None), &["interrupted"]);
     assert_eq!(write(&failing, &folders), (1, 1));
 
     for folder in &folders {
         damage(&folder.join("block-00000.bin"), 100);
-        let damaged = verify_shards(&folders[0], None, &mut |_| {}).unwrap();
+        let damaged = verify(&*source, &folders);
         let reasons: Vec<_> =
             damaged.iter().map(|damage| (&*damage.block, damage.reason.to_string())).collect();
         let path = folder.join("block-00000.bin").display().to_string();
         assert!(matches!(&reasons[..], [("layers.0", reason)] if reason.contains(&path)));
         assert_eq!(write(&*source, &folders), (1, 1));
     }
-    assert!(verify_shards(&folders[0], None, &mut |_| {}).unwrap().is_empty());
+    assert!(verify(&*source, &folders).is_empty());
 }
 
 #[test]
@@ -119,11 +123,11 @@ fn a_missing_folder_or_file_is_named() {
     fs::rename(&folders[2], &lost).unwrap();
     let missing = ["disk-2", "is missing", "disk-0", "mounted"];
     assert_says(ShardSource::open(&folders[0], None), &missing);
-    assert_says(verify_shards(&folders[0], None, &mut |_| {}), &missing);
+    assert_says(verify_shards(&*source, "id", &folders, &mut |_| {}), &missing);
     fs::rename(&lost, &folders[2]).unwrap();
     fs::remove_file(folders[2].join("block-00000.bin")).unwrap();
     assert_says(ShardSource::open(&folders[0], None), &["disk-2/block-00000.bin", "No such file"]);
-    let damaged = verify_shards(&folders[0], None, &mut |_| {}).unwrap();
+    let damaged = verify(&*source, &folders);
     assert_eq!(damaged.iter().map(|damage| &*damage.block).collect::<Vec<_>>(), ["layers.0"]);
     assert_eq!(write(&*source, &folders), (1, 1));
     ShardSource::open(&folders[0], None).unwrap();
@@ -135,8 +139,7 @@ fn shards_written_over_other_folders_are_not_taken_for_these() {
     let folders = folders(root.path(), 2);
     let source = source(&[2 * CHUNK_BYTES, CHUNK_BYTES], &mut Numbers(8));
     write(&*source, &folders);
-    let turned: Vec<_> = folders.iter().rev().cloned().collect();
-    for other in [&folders[..1], &turned, &folders] {
+    for other in [&folders[..1], &folders] {
         let failing = FaultySource::new(source.clone(), vec![(BlockIndex(1), 0)]);
         write_shards(&failing, "id", other, &mut |_| {}).unwrap_err();
         // What would be described wrongly is described no more.
@@ -151,6 +154,93 @@ fn shards_written_over_other_folders_are_not_taken_for_these() {
     let twice = [folders[0].clone(), folders[1].clone(), folders[0].join("../disk-0")];
     let refused = write_shards(&*source, "id", &twice, &mut |_| {});
     assert_says(refused, &["disk-0", "given twice"]);
+}
+
+#[test]
+fn shards_that_share_a_folder_are_not_written_over_each_other() {
+    let root = tempfile::tempdir().unwrap();
+    let [a, b, c] = ["a", "b", "c"].map(|name| root.path().join(name));
+    let numbers = &mut Numbers(9);
+    let sizes = [2 * CHUNK_BYTES, CHUNK_BYTES];
+    let (first, second) = (source(&sizes, numbers), source(&sizes, numbers));
+    let ours = [a.clone(), c.clone()];
+    // From the first block on, and when it is done.
+    let failing = FaultySource::new(first.clone(), vec![(BlockIndex(1), 0)]);
+    write_shards(&failing, "id", &ours, &mut |_| {}).unwrap_err();
+    for attempt in 0..2 {
+        for (identity, others, shared, owner) in [
+            ("other", vec![b.clone(), c.clone()], &c, "stripes of the shards in"),
+            ("id", vec![b.clone(), c.clone()], &c, "stripes of the shards in"),
+            ("other", vec![c.clone()], &c, "stripes of the shards in"),
+            ("other", vec![b.clone(), a.clone()], &a, "shards of its own"),
+            ("id", vec![c.clone(), a.clone()], &c, "stripes of the shards in"),
+        ] {
+            let refused = write_shards(&*second, identity, &others, &mut |_| {});
+            let shared = format!("{}: holds {owner}", shared.display());
+            assert_says(refused, &[&shared, "another folder", "empty this one"]);
+        }
+        if attempt == 0 {
+            assert_eq!(write(&*first, &ours), (1, 1));
+        }
+        assert!(verify(&*first, &ours).is_empty());
+    }
+    let home = a.display().to_string();
+    assert_says(ShardSource::open(&c, None), &["stripes of the shards in", &home, "name that"]);
+
+    // Who empties the folder may have it, and the first shards are not read with the stripes of the second.
+    fs::remove_dir_all(&c).unwrap();
+    write_shards(&*second, "other", &[b.clone(), c.clone()], &mut |_| {}).unwrap();
+    for expected in [None, Some("id")] {
+        let words = ["c: holds stripes of other shards", &b.display().to_string(), "again"];
+        assert_says(ShardSource::open(&a, expected), &words);
+    }
+    assert_says(write_shards(&*first, "id", &ours, &mut |_| {}), &["c: holds stripes", "b"]);
+    fs::write(c.join("stripes.json"), "{\"home\":").unwrap();
+    assert_says(ShardSource::open(&b, None), &["stripes.json", "is damaged", "verify"]);
+    assert_says(write_shards(&*first, "id", &ours, &mut |_| {}), &["stripes.json", "is damaged"]);
+}
+
+#[test]
+fn shards_whose_first_folder_was_moved_can_be_repaired_and_are_still_not_written_over() {
+    let root = tempfile::tempdir().unwrap();
+    let numbers = &mut Numbers(5);
+    let source = source(&[2 * CHUNK_BYTES + 3, 700], numbers);
+    let [first, second] = <[PathBuf; 2]>::try_from(folders(root.path(), 2)).unwrap();
+    write(&*source, &[first.clone(), second.clone()]);
+    let moved = root.path().join("moved");
+    fs::rename(&first, &moved).unwrap();
+    let elsewhere = root.path().join("elsewhere");
+    // Another home does not own these stripes, though they would be the same.
+    let refused =
+        write_shards(&*source, "id", &[elsewhere, second.clone()], &mut |_| {}).unwrap_err();
+    assert!(refused.to_string().contains("disk-1: holds stripes of the shards in"), "{refused}");
+    damage(&second.join("block-00000.bin"), 9);
+    let both = [moved, second];
+    write(&*source, &both);
+    assert!(verify(&*source, &both).is_empty());
+}
+
+#[test]
+fn the_same_folders_in_another_order_or_number_are_other_shards() {
+    let root = tempfile::tempdir().unwrap();
+    let folders = folders(root.path(), 3);
+    let source = source(&[3 * CHUNK_BYTES], &mut Numbers(4));
+    write(&*source, &folders);
+    let swapped = [&folders[0], &folders[2], &folders[1]].map(Clone::clone);
+    let moved = root.path().join("moved");
+    fs::create_dir(&moved).unwrap();
+    fs::copy(folders[0].join("manifest.json"), moved.join("manifest.json")).unwrap();
+    write(&*source, &swapped);
+    // A manifest from before, whose first folder was elsewhere when the others were written anew.
+    assert_says(ShardSource::open(&moved, None), &["disk-1: holds stripes of other shards"]);
+    for given in [&folders[..2], &folders, &folders[..0]] {
+        let refused = verify_shards(&*source, "id", given, &mut |_| {});
+        let words: &[&str] =
+            if given.is_empty() { &["one folder"] } else { &["striped over", "disk-2,", "name"] };
+        assert_says(refused, words);
+    }
+    assert!(verify(&*source, &swapped).is_empty());
+    assert!(verify(&*source, &swapped[..1]).is_empty());
 }
 
 #[test]

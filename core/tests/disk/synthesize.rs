@@ -169,6 +169,14 @@ fn a_folder_of_something_else_is_left_alone_and_an_older_synthetic_one_replaced(
     synthesize(&table(), &options(&directory, 1, u64::MAX)).unwrap();
     assert_eq!(Checkpoint::open(&directory).unwrap().files.len(), 1);
     assert_eq!(names_in(parent.path()), ["model"]);
+    // What a killed run leaves: this one's goes, another one's stays.
+    let left = [".model.Xy12zz.partial", ".model.v2.Xy12zz.partial", ".other.Xy12zz.partial"];
+    for name in left {
+        std::fs::create_dir(parent.path().join(name)).unwrap();
+        std::fs::write(parent.path().join(name).join("model.safetensors"), "half").unwrap();
+    }
+    synthesize(&table(), &options(&directory, 1, u64::MAX)).unwrap();
+    assert_eq!(names_in(parent.path()), [left[1], left[2], "model"]);
     std::fs::remove_file(directory.join("synthetic.json")).unwrap();
     assert_says(
         synthesize(&table(), &options(&directory, 1, u64::MAX)),

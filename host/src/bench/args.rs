@@ -1,5 +1,6 @@
 //! What may be typed after `bench`.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -9,6 +10,9 @@ use clap::{Args, Subcommand, ValueEnum};
 use crate::cli::ExpertArgs;
 use crate::engine::{Precision, Tier};
 use crate::size::Size;
+
+/// Most blocks of `bench stream`: far more than any model has, and few enough to be listed.
+const MAX_BLOCKS: usize = 10_000;
 
 /// `bench`
 #[derive(Debug, Subcommand)]
@@ -36,7 +40,7 @@ pub struct StreamArgs {
     #[arg(long, value_enum)]
     pub tier: StreamTier,
     /// Blocks of one pass
-    #[arg(long, default_value = "36", value_parser = at_least_one)]
+    #[arg(long, default_value = "36", value_parser = num_blocks)]
     pub blocks: usize,
     /// Size of a block
     #[arg(long, default_value = "368MiB", value_parser = some_bytes)]
@@ -48,7 +52,7 @@ pub struct StreamArgs {
     #[arg(long, default_value = "3", value_parser = at_least_one)]
     pub passes: usize,
     /// Blocks on the device beyond the one in use
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value = "2", value_parser = num_ahead)]
     pub prefetch_ahead: usize,
     /// Size of one read and one copy from files
     #[arg(long, value_parser = some_bytes)]
@@ -140,6 +144,26 @@ pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+fn num_blocks(text: &str) -> Result<usize, String> {
+    within(text, 1..=MAX_BLOCKS)
+}
+
+/// A pass has at least two blocks for each slot.
+fn num_ahead(text: &str) -> Result<usize, String> {
+    within(text, 0..=MAX_BLOCKS / 2 - 1)
+}
+
+fn within(text: &str, range: RangeInclusive<usize>) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if range.contains(&number) => Ok(number),
+        _ => Err(format!(
+            "'{text}' is not a whole number between {} and {}",
+            range.start(),
+            range.end()
+        )),
+    }
+}
+
 fn some_bytes(text: &str) -> Result<Size, String> {
     let size = Size::from_str(text)?;
     match usize::try_from(size.num_bytes) {
@@ -162,6 +186,15 @@ mod tests {
         assert_eq!(at_least_one("7"), Ok(7));
         for text in ["0", "-1", "", "2.5"] {
             assert!(at_least_one(text).unwrap_err().contains("at least 1"), "{text}");
+        }
+        assert_eq!((num_blocks("10000"), num_ahead("0")), (Ok(10_000), Ok(0)));
+        for (refused, most) in [
+            (num_blocks("999999999999"), "1 and 10000"),
+            (num_blocks("0"), "1 and 10000"),
+            (num_ahead("18446744073709551615"), "0 and 4999"),
+            (num_ahead("-1"), "0 and 4999"),
+        ] {
+            assert!(refused.unwrap_err().contains(most), "{most}");
         }
         assert_eq!(some_bytes("1KiB").map(|size| size.num_bytes), Ok(1024));
         for text in ["0", "1e9", "9000000TB"] {

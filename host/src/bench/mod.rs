@@ -5,11 +5,13 @@ mod blocks;
 mod memory;
 mod random;
 mod step;
+mod step_report;
 mod stream;
 
 pub(crate) use args::at_least_one;
 pub use args::{BenchCommand, StepArgs, StreamArgs, StreamTier};
-pub use step::{StepReport, bench_step};
+pub use step::bench_step;
+pub use step_report::StepReport;
 pub use stream::{StreamReport, bench_stream};
 
 /// As typed: `cpu`, `cuda:0`.

@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::device::{BareLink, CopyEngine};
+use blockstreamer_core::plan::host_budget_bytes;
 use blockstreamer_core::read::{self, DriveSetting, drive_gb_per_s, drive_pass_gb_per_s};
 use blockstreamer_core::source::BlockSource;
 use blockstreamer_core::stream::{BlockStream, StreamOptions};
@@ -74,20 +75,21 @@ pub struct StreamReport {
 /// When device, memory, folder or files cannot be had, or the settings leave nothing to stream.
 pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
     // With fewer, a pass would find some of its blocks where the pass before left them.
-    let num_slots = args.prefetch_ahead.saturating_add(1);
-    if args.blocks < num_slots.saturating_mul(2) {
+    let num_slots = args.prefetch_ahead + 1;
+    if args.blocks < num_slots * 2 {
         bail!(
             "{} blocks are too few for the {num_slots} slots of --prefetch-ahead {}, of whose blocks \
              some would not move: ask for --blocks {} or more",
             args.blocks,
             args.prefetch_ahead,
-            num_slots.saturating_mul(2)
+            num_slots * 2
         );
     }
     let device = device(&args.device)?;
     let engine: Arc<dyn CopyEngine> = Arc::from(<dyn CopyEngine>::for_device(device)?);
     let block_bytes = usize::try_from(args.block_size.num_bytes).context("a block is too large")?;
     let (num_blocks, prefetch_ahead) = (args.blocks, args.prefetch_ahead);
+    let options = stream_options(args, block_bytes)?;
     let report = |measured: Measured| StreamReport {
         tier: if args.tier == StreamTier::Ram { "ram" } else { "disk" },
         device: super::device_name(device),
@@ -110,7 +112,7 @@ pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
             let images = Arc::new(Images::new(num_blocks, block_bytes, device)?);
             let num_images = images.num_images();
             let queue_depth = StreamOptions::default().queue_depth;
-            let bench = Bench::new(args, images.clone(), queue_depth, engine)?;
+            let bench = Bench::new(args, &options, images.clone(), queue_depth, engine)?;
             StreamReport { num_images: Some(num_images), ..report(bench.with_memory(&images)?) }
         }
         StreamTier::Disk => {
@@ -120,7 +122,7 @@ pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
             // As a run does it: the engine reads as the drive is read best with little memory.
             let drive = drive_gb_per_s(&files.files(), u64::MAX)?;
             let queue_depth = args.queue_depth.unwrap_or_else(|| drive.lean.queue_depth());
-            let bench = Bench::new(args, files.clone(), queue_depth, engine)?;
+            let bench = Bench::new(args, &options, files.clone(), queue_depth, engine)?;
             let measured = bench.with_files(&files, drive.setting)?;
             let source: Arc<dyn BlockSource> = files;
             let read = Some(read::open(&source, args.read, queue_depth)?.describe());
@@ -134,6 +136,35 @@ pub fn bench_stream(args: &StreamArgs) -> Result<StreamReport> {
     };
     report.ratio = report.gb_per_s / report.bare_gb_per_s;
     Ok(report)
+}
+
+/// The engine's options but for the queue depth. Staging that does not fit is refused before any file is
+/// written for it; images in memory need none.
+fn stream_options(args: &StreamArgs, block_bytes: usize) -> Result<StreamOptions> {
+    let mut options = StreamOptions {
+        prefetch_ahead: args.prefetch_ahead,
+        read: args.read,
+        ..StreamOptions::default()
+    };
+    if let Some(chunk) = args.chunk {
+        options.chunk_bytes = usize::try_from(chunk.num_bytes).context("a chunk is too large")?;
+    }
+    let Some(num_chunks) = args.num_chunks.filter(|_| args.tier == StreamTier::Disk) else {
+        return Ok(options);
+    };
+    options.num_chunks = num_chunks;
+    let chunk_bytes = options.chunk_bytes.min(block_bytes);
+    let staging_bytes = chunk_bytes.saturating_mul(num_chunks) as u64;
+    let free_bytes = host_budget_bytes()?;
+    if staging_bytes > free_bytes {
+        bail!(
+            "--num-chunks {num_chunks} of {} do not fit the {} of memory that are free: ask for fewer or smaller \
+             ones (--chunk)",
+            Size { num_bytes: chunk_bytes as u64 },
+            Size { num_bytes: free_bytes }
+        );
+    }
+    Ok(options)
 }
 
 struct Measured {
@@ -151,19 +182,12 @@ struct Bench {
 impl Bench {
     fn new(
         args: &StreamArgs,
+        options: &StreamOptions,
         source: Arc<dyn BlockSource>,
         queue_depth: usize,
         engine: Arc<dyn CopyEngine>,
     ) -> Result<Self> {
-        let mut options =
-            StreamOptions { prefetch_ahead: args.prefetch_ahead, ..StreamOptions::default() };
-        if let Some(chunk) = args.chunk {
-            options.chunk_bytes =
-                usize::try_from(chunk.num_bytes).context("a chunk is too large")?;
-        }
-        options.num_chunks = args.num_chunks.unwrap_or(options.num_chunks);
-        options.queue_depth = queue_depth;
-        options.read = args.read;
+        let options = StreamOptions { queue_depth, ..options.clone() };
         let stream = BlockStream::new(source, engine.clone(), &options)?;
         Ok(Self { engine, stream, num_passes: args.passes })
     }

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
 use super::{print, print_json, synth};
@@ -50,11 +50,15 @@ fn model(registry: &Registry, args: &StepArgs) -> Result<PathBuf> {
     let out = work_dir.join(format!("{}{layers}", args.model.replace([':', '/'], "-")));
     // `synth` writes a folder whole or not at all.
     if !out.join("config.json").exists() {
-        std::fs::create_dir_all(&work_dir)?;
-        tracing::info!("writing {} to {}", args.model, out.display());
         let max_file = Size { num_bytes: MAX_FILE_BYTES };
         let (model, layers) = (args.model.clone(), args.layers);
-        synth::write(registry, &SynthArgs { model, out: out.clone(), layers, seed: 0, max_file })?;
+        let args = SynthArgs { model, out: out.clone(), layers, seed: 0, max_file };
+        // A size that is not there leaves no folder.
+        synth::config(registry, &args)?;
+        std::fs::create_dir_all(&work_dir)
+            .with_context(|| format!("cannot make the folder {}", work_dir.display()))?;
+        tracing::info!("writing {} to {}", args.model, out.display());
+        synth::write(registry, &args)?;
     }
     Ok(out)
 }

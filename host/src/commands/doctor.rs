@@ -1,4 +1,7 @@
 //! `doctor`: what this machine offers, as measured.
+//!
+//! A device, a disk or a plugin that cannot be used is what it was asked to find out, and part of the report:
+//! the command has done its work then, too.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -7,6 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use blockstreamer_core::device::{cuda_info, host_to_device_gb_per_s, load_cuda};
+use blockstreamer_core::plan::{host_budget_bytes, host_limit_bytes};
 use blockstreamer_core::plugin::fingerprint;
 use blockstreamer_core::read::{ReadOffer, drive_gb_per_s};
 use serde_json::{Value, json};
@@ -88,16 +92,13 @@ fn memory() -> Value {
         let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
         Some(kib << 10)
     };
-    let limit = |file: &str| {
-        let text = std::fs::read_to_string(file).ok()?;
-        text.trim().parse::<u64>().ok()
-    };
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let memlock = limits.lines().find(|line| line.starts_with("Max locked memory"));
     json!({
         "total_bytes": field("MemTotal:"),
         "available_bytes": field("MemAvailable:"),
-        "cgroup_limit_bytes": limit("/sys/fs/cgroup/memory.max"),
+        "cgroup_limit_bytes": host_limit_bytes(),
+        "a_run_may_take_bytes": host_budget_bytes().ok(),
         // "unlimited" is no number.
         "locked_memory_limit_bytes": memlock
             .and_then(|line| line.split_whitespace().nth(3))

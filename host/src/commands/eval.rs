@@ -1,6 +1,6 @@
 //! `eval`: loss and perplexity on rows.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockstreamer_core::adapter::{Adapter, Lora};
 use blockstreamer_core::device::set_deterministic;
 use blockstreamer_core::site::Site;
@@ -8,27 +8,26 @@ use serde_json::json;
 
 use super::{print, print_json};
 use crate::cli::EvalArgs;
-use crate::data::{BatchOptions, DatasetOptions, Overflow, PixelLimits};
-use crate::engine::{Job, Launch, OpenModel, StreamConfig, device};
+use crate::data::{BatchOptions, Overflow};
+use crate::engine::{Job, Launch, OpenModel, Precision, StreamConfig, device};
 use crate::plugins::Registry;
-use crate::run::load_rows;
+use crate::run::{DataConfig, load_rows};
 
 pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
     let device = device(&args.device)?;
     set_deterministic(true)?;
     let open = OpenModel::open(registry, &args.model, args.experts.options())?;
-    let rows =
-        DatasetOptions { sequence_length: args.sequence_length, overflow: Overflow::Truncate };
+    let data = DataConfig {
+        path: args.data.clone(),
+        overflow: Overflow::Truncate,
+        min_pixels: args.min_pixels,
+        max_pixels: args.max_pixels,
+        date: args.date,
+        ..DataConfig::default()
+    };
     let order =
         BatchOptions { batch_size: args.batch_size, micro_batches: 1, seed: 0, shuffle: false };
-    let batches = load_rows(
-        registry,
-        &open,
-        &args.data,
-        rows,
-        PixelLimits { min_pixels: args.min_pixels, max_pixels: args.max_pixels },
-        order,
-    )?;
+    let batches = load_rows(registry, &open, &data, args.sequence_length, order)?;
     let stream = StreamConfig {
         tier: args.tier,
         vram: args.vram,
@@ -68,9 +67,22 @@ pub(super) fn run(registry: &Registry, args: &EvalArgs) -> Result<()> {
         }
         let group: Vec<_> = group.into_iter().flat_map(|step| step.batches).collect();
         num_rows += group.iter().map(|batch| batch.input_ids.size()[0]).sum::<i64>();
-        let loss = executor.evaluate(&group)?;
-        sum += executor.loss_value(&loss)? * loss.num_targets as f64;
-        num_targets += loss.num_targets;
+        let of_group = executor.evaluate(&group)?;
+        let loss = executor.loss_value(&of_group)?;
+        if !loss.is_finite() {
+            bail!(
+                "the loss of the rows up to number {num_rows} is {loss}: a weight or the adapter is broken, or values \
+                 are too large for {}; search the weights: train with --set stream.check_finite=true does before \
+                 its first step",
+                if args.dtype == Precision::Fp32 {
+                    "fp32"
+                } else {
+                    "this dtype (try --dtype fp32)"
+                }
+            );
+        }
+        sum += loss * of_group.num_targets as f64;
+        num_targets += of_group.num_targets;
     }
     let loss = sum / num_targets.max(1) as f64;
     if args.json {

@@ -16,6 +16,9 @@ use crate::engine::{OpenModel, device};
 use crate::plugins::Registry;
 use crate::size::Size;
 
+/// Errors of packing, in units of the change, from which nothing is left of it.
+const ALL_LOST: f64 = 0.95;
+
 pub(super) fn run(registry: &Registry, args: &MergeArgs) -> Result<()> {
     let device = device(&args.device)?;
     let layout = ModelOptions { expert_layout: args.expert_layout, ..ModelOptions::default() };
@@ -47,6 +50,13 @@ pub(super) fn run(registry: &Registry, args: &MergeArgs) -> Result<()> {
         bar.set_message(progress.tensor.to_owned());
     })?;
     bar.finish_and_clear();
+    let error = PackingLoss::total(&merged.losses).map_or(0.0, |total| total.relative_error());
+    if error >= ALL_LOST {
+        tracing::warn!(
+            "packing again has lost what the adapter changed (the error is {error:.2} times the change): \
+             merge with --experts bf16, or use the adapter beside the model"
+        );
+    }
     report(args, &merged)
 }
 

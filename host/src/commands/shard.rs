@@ -19,10 +19,10 @@ pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
     };
     let open = OpenModel::open(registry, &args.model, args.experts.options())?;
     let identity = open.layout.identity(&open.checkpoint)?;
-    if args.verify {
-        return verify(args, &identity, &mut show);
-    }
     let source = SafetensorsSource::open(open.layout.clone())?;
+    if args.verify {
+        return verify(args, &source, &identity, &mut show);
+    }
     let summary = write_shards(&source, &identity, &args.out, &mut show)?;
     bar.finish_and_clear();
     print(&format!(
@@ -38,19 +38,20 @@ pub(super) fn run(registry: &Registry, args: &ShardArgs) -> Result<bool> {
 
 fn verify(
     args: &ShardArgs,
+    source: &SafetensorsSource,
     identity: &str,
     show: &mut dyn FnMut(ShardProgress<'_>),
 ) -> Result<bool> {
     let mut whole = true;
-    for damage in verify_shards(&args.out[0], Some(identity), show)? {
+    for damage in verify_shards(source, identity, &args.out, show)? {
         whole = false;
         print(&format!("block {}: {}", damage.block, damage.reason))?;
     }
     if whole {
-        print("all shards are whole and belong to this model")?;
+        print("all shards are whole and hold the bytes of this model")?;
     } else {
         print(
-            "run shard again without --verify: it writes the damaged blocks anew and keeps the others",
+            "run shard again without --verify: it writes these blocks anew and keeps the others",
         )?;
     }
     Ok(whole)

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use blockstreamer_core::checkpoint::{SynthesizeOptions, Synthesized, synthesize};
-use blockstreamer_core::family::ModelOptions;
+use blockstreamer_core::family::{ModelFamily, ModelOptions};
 
 use super::print;
 use crate::cli::SynthArgs;
@@ -25,8 +25,11 @@ pub(super) fn run(registry: &Registry, args: &SynthArgs) -> Result<()> {
     ))
 }
 
-/// Writes the checkpoint that `args` ask for.
-pub(super) fn write(registry: &Registry, args: &SynthArgs) -> Result<Synthesized> {
+/// The family that `args` name, and its config.json of the size and the layers.
+pub(super) fn config<'a>(
+    registry: &'a Registry,
+    args: &SynthArgs,
+) -> Result<(&'a dyn ModelFamily, String)> {
     let (name, size) = args.model.split_once(':').with_context(|| {
         format!("'{}' names no size; write family:size, for example qwen3-vl:tiny", args.model)
     })?;
@@ -40,6 +43,12 @@ pub(super) fn write(registry: &Registry, args: &SynthArgs) -> Result<Synthesized
         None => size.config_json.clone(),
         Some(layers) => family.with_layers(&size.config_json, layers)?,
     };
+    Ok((family, config_json))
+}
+
+/// Writes the checkpoint that `args` ask for.
+pub(super) fn write(registry: &Registry, args: &SynthArgs) -> Result<Synthesized> {
+    let (family, config_json) = config(registry, args)?;
     let model = family.open(&config_json, &ModelOptions::default())?;
     let dimensions = model.dimensions();
     let format = family.chat_format(&config_json)?;

@@ -11,6 +11,7 @@ use super::row::Row;
 use super::sample::{Encoder, Measured, Sample, Vision};
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
+use super::unprinted::Unprinted;
 
 /// What becomes of a row with more tokens than `sequence_length`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Deserialize, serde::Serialize)]
@@ -44,6 +45,8 @@ pub struct Dataset {
     pub num_skipped: usize,
     /// Rows that lost their end.
     pub num_truncated: usize,
+    /// What the chat template does not print of the rows.
+    pub unprinted: Unprinted,
     /// The file, for messages about its rows.
     pub name: PathBuf,
     /// What prepares the rows' pictures; `None` when the model takes none.
@@ -97,6 +100,7 @@ impl Dataset {
             samples: Vec::new(),
             num_skipped: 0,
             num_truncated: 0,
+            unprinted: Unprinted::default(),
             name: name.to_owned(),
             processor: vision.as_ref().map(|vision| Arc::clone(&vision.processor)),
         };
@@ -115,17 +119,23 @@ impl Dataset {
             })?;
             let text = if line == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
             if !text.trim().is_empty() {
-                let row = Row::parse(text.trim_end()).and_then(|row| encoder.sample(&row, line));
+                let row = Row::parse(text.trim_end()).and_then(|row| encoder.sample(row, line));
                 row.and_then(|row| dataset.push_row(row, options)).map_err(in_row)?;
             }
         }
         if dataset.samples.is_empty() {
             let message = match dataset.num_skipped {
                 0 => "the dataset is empty; it needs at least one row".to_owned(),
-                count => format!(
-                    "none of the {count} rows fits sequence_length = {}; raise it, or set overflow = \"truncate\"",
-                    options.sequence_length
-                ),
+                count => {
+                    let truncate = match options.overflow {
+                        Overflow::Truncate => "nothing to learn is left of them",
+                        _ => "or set overflow = \"truncate\"",
+                    };
+                    let length = options.sequence_length;
+                    format!(
+                        "none of the {count} rows fits sequence_length = {length}; raise it, {truncate}"
+                    )
+                }
             };
             return Err(DataError::file(name, message));
         }
@@ -133,7 +143,7 @@ impl Dataset {
     }
 
     fn push_row(&mut self, row: Measured, options: DatasetOptions) -> Result<(), String> {
-        let Measured { mut sample, num_picture_tokens, pictures_end } = row;
+        let Measured { mut sample, num_picture_tokens, pictures_end, unprinted } = row;
         if sample.num_targets() == 0 {
             return Err(
                 "there is nothing to learn: the row has no target after its first token".to_owned()
@@ -167,6 +177,7 @@ impl Dataset {
             }
             self.num_truncated += 1;
         }
+        self.unprinted.add(sample.line, &unprinted);
         self.samples.push(sample);
         Ok(())
     }

@@ -11,6 +11,7 @@
 //! Everything here is deterministic: the same files, settings and step number give the same tensors.
 
 mod batches;
+mod channels;
 mod dataset;
 mod error;
 mod images;
@@ -24,6 +25,7 @@ mod sample;
 mod template;
 mod tokenizer;
 mod train_tokenizer;
+mod unprinted;
 
 pub use batches::{BatchOptions, Batches, Step};
 pub use dataset::{Dataset, DatasetOptions, Overflow};
@@ -32,9 +34,10 @@ pub use images::{PixelLimits, Processor};
 pub use mask::{assistant_spans, target_tokens};
 pub use row::Conversation;
 pub use sample::{Picture, Sample, Vision};
-pub use template::{ChatTemplate, Rendered};
+pub use template::{ChatTemplate, Rendered, today};
 pub use tokenizer::{Encoded, Tokenizer};
 pub use train_tokenizer::write_tokenizer;
+pub use unprinted::{Piece, Unprinted};
 
 /// English prose to train the tokenizer of a synthetic checkpoint on, see [`write_tokenizer`].
 pub const CORPUS: &str = include_str!("../../assets/corpus.txt");

@@ -69,6 +69,15 @@ pub(super) fn take_media(
     Ok(())
 }
 
+/// The text of a message's content, its parts joined; `None` when there are pictures or films among them.
+pub(super) fn joined_text(content: &Value) -> Option<String> {
+    match content {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(parts) => parts.iter().map(|part| part.get("text")?.as_str()).collect(),
+        _ => None,
+    }
+}
+
 /// What a part shows; `None` for text.
 fn check_part(part: &mut Value) -> Result<Option<Content>, String> {
     const WANTED: &str =

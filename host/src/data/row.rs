@@ -128,7 +128,19 @@ fn check_message(message: &mut Value, place: &str, media: &mut Vec<Part>) -> Res
         return Err(format!("the role '{role}' is not known; roles are {}", ROLES.join(", ")));
     }
     let is_assistant = role == "assistant";
-    let calls_tools = message.get("tool_calls").is_some_and(|calls| !calls.is_null());
+    let calls_tools = match message.get("tool_calls") {
+        None | Some(Value::Null) => false,
+        Some(Value::Array(calls)) if calls.iter().all(Value::is_object) => !calls.is_empty(),
+        Some(_) => {
+            return Err("'tool_calls' must be a list of objects, as \
+                        [{\"function\": {\"name\": …, \"arguments\": …}}]"
+                .to_owned());
+        }
+    };
+    if !calls_tools {
+        // An empty list or null: templates only ask whether the key is there.
+        message.remove("tool_calls");
+    }
     match message.get_mut("content") {
         Some(Value::String(_)) => {}
         Some(Value::Array(parts)) => take_media(parts, place, media)?,

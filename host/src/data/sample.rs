@@ -6,14 +6,17 @@ use std::sync::Arc;
 
 use blockstreamer_core::Error;
 use blockstreamer_core::vision::Media;
+use serde_json::Value;
 
+use super::channels;
 use super::images::{Processor, Source, probe};
 use super::mask::{assistant_spans, target_tokens};
-use super::parts::{Content, Part};
+use super::parts::{Content, Part, joined_text};
 use super::placing::{Insert, VisionTokens, place};
 use super::row::{Conversation, Row};
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
+use super::unprinted::{self, Piece};
 
 /// What a model does with pictures.
 #[derive(Clone)]
@@ -88,6 +91,8 @@ pub(super) struct Measured {
     pub(super) num_picture_tokens: usize,
     /// Tokens up to the last of these, included.
     pub(super) pictures_end: usize,
+    /// What of the row the template does not print.
+    pub(super) unprinted: Vec<Piece>,
 }
 
 /// Turns rows into samples.
@@ -115,10 +120,10 @@ impl<'a> Encoder<'a> {
     }
 
     /// The sample of the row in `line`. The error is a message without file and line.
-    pub(super) fn sample(&self, row: &Row, line: usize) -> Result<Measured, String> {
+    pub(super) fn sample(&self, row: Row, line: usize) -> Result<Measured, String> {
         match row {
-            Row::Text(text) => self.text(text, line),
-            Row::Chat(chat, parts) => self.chat(chat, parts, line),
+            Row::Text(text) => self.text(&text, line),
+            Row::Chat(chat, parts) => self.chat(chat, &parts, line),
         }
     }
 
@@ -131,20 +136,36 @@ impl<'a> Encoder<'a> {
             ids.push(eos);
         }
         let sample = Sample { targets: vec![true; ids.len()], ids, pictures: Vec::new(), line };
-        Ok(Measured { sample, num_picture_tokens: 0, pictures_end: 0 })
+        Ok(Measured { sample, num_picture_tokens: 0, pictures_end: 0, unprinted: Vec::new() })
     }
 
-    fn chat(&self, chat: &Conversation, parts: &[Part], line: usize) -> Result<Measured, String> {
+    fn chat(
+        &self,
+        mut chat: Conversation,
+        parts: &[Part],
+        line: usize,
+    ) -> Result<Measured, String> {
         let template = self.template.ok_or(
             "the row is a conversation but the model's folder has no chat template; copy the \
              chat_template.jinja of its chat version there, or use {\"text\": …} rows",
         )?;
+        match (&self.vision, parts) {
+            (Some((_, tokens)), _) => tokens.check_chat(&chat)?,
+            (None, [part, ..]) => {
+                return Err(format!(
+                    "{}: this model takes no pictures; take them out of the rows or use a model that does",
+                    part.place
+                ));
+            }
+            (None, []) => join_parts(&mut chat),
+        }
+        channels::fold(template, &mut chat)?;
         let (mut text, mut spans) =
-            assistant_spans(template, chat).map_err(|error| error.to_string())?;
+            assistant_spans(template, &chat).map_err(|error| error.to_string())?;
+        let unprinted = unprinted::find(template, &chat, &text);
         let mut pictures = Vec::new();
         let mut places = Vec::new();
-        if let Some((vision, tokens)) = &self.vision {
-            tokens.check_chat(chat)?;
+        if let Some((vision, _)) = &self.vision {
             let mut inserts = Vec::new();
             for part in parts {
                 let in_part = |error: String| format!("{}: {error}", part.place);
@@ -156,11 +177,6 @@ impl<'a> Encoder<'a> {
             }
             let placed = place(&text, &spans, &inserts, vision.processor.format())?;
             (text, spans, places) = (placed.text, placed.spans, placed.media);
-        } else if let Some(part) = parts.first() {
-            return Err(format!(
-                "{}: this model takes no pictures; take them out of the rows or use a model that does",
-                part.place
-            ));
         }
         let encoded = self.tokenizer.encode(&text, false).map_err(|error| error.to_string())?;
         let mut targets = target_tokens(&encoded.offsets, &spans);
@@ -186,6 +202,7 @@ impl<'a> Encoder<'a> {
                 .iter()
                 .rposition(|of_picture| *of_picture)
                 .map_or(0, |last| last + 1),
+            unprinted,
         })
     }
 
@@ -220,6 +237,17 @@ impl<'a> Encoder<'a> {
             None => error,
         })?;
         Ok(Picture { place: part.place.clone(), sources, size, media })
+    }
+}
+
+/// Gives content that is a list of texts as one text, which is what templates without pictures take. What a tool
+/// gave back stays as it is: that may be any JSON.
+fn join_parts(chat: &mut Conversation) {
+    let messages = chat.messages.iter_mut().filter(|message| message["role"] != "tool");
+    for content in messages.filter_map(|message| message.get_mut("content")) {
+        if let Some(text) = joined_text(content) {
+            *content = Value::String(text);
+        }
     }
 }
 

@@ -4,13 +4,14 @@
 //! both sides, `break` and `continue`, Python's methods on strings, lists and dictionaries, `tojson`
 //! without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` blocks.
 
-mod clock;
 mod generation;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
+use jiff::civil::{Date, DateTime};
+use jiff::tz::TimeZone;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
@@ -22,6 +23,8 @@ use super::row::Conversation;
 
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
+/// Under these a message may have its reasoning; the first one that it has counts.
+pub(super) const REASONING_KEYS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,10 +42,21 @@ pub struct ChatTemplate {
     /// Templates with `{% generation %}` blocks.
     marked: Vec<String>,
     special_tokens: BTreeMap<String, String>,
+    /// What it prints as the current date; `None`: today's.
+    date: Option<Date>,
     marked_twin: Option<Box<ChatTemplate>>,
 }
 
 impl ChatTemplate {
+    /// The same template on `date`: it is what `strftime_now` prints, with midnight for a time.
+    pub fn on(mut self, date: Date) -> Self {
+        let midnight = date.at(0, 0, 0, 0);
+        add_clock(&mut self.environment, move || midnight);
+        self.date = Some(date);
+        self.marked_twin = self.marked_twin.map(|twin| Box::new(twin.on(date)));
+        self
+    }
+
     /// Finds the template of a checkpoint folder: `chat_template.jinja`, else the `chat_template` of
     /// `tokenizer_config.json` (one text or several named ones), else that of `chat_template.json`.
     /// `None` when there is none, as with base models.
@@ -113,7 +127,7 @@ impl ChatTemplate {
             return Err(DataError::template(message));
         }
         let special_tokens = special_tokens.clone();
-        Ok(Self { environment, marked, special_tokens, marked_twin: None })
+        Ok(Self { environment, marked, special_tokens, date: None, marked_twin: None })
     }
 
     /// The same template with `source` beside it, a template of the same format with `{% generation %}`
@@ -124,6 +138,10 @@ impl ChatTemplate {
     /// As [`ChatTemplate::new`].
     pub fn with_marked_twin(self, source: &str) -> Result<Self> {
         let twin = Self::new(source, &self.special_tokens)?;
+        let twin = match self.date {
+            Some(date) => twin.on(date),
+            None => twin,
+        };
         let twin = Some(twin).filter(|twin| !twin.marked.is_empty());
         Ok(Self { marked_twin: twin.map(Box::new), ..self })
     }
@@ -171,6 +189,11 @@ impl ChatTemplate {
         Ok(marks.cut_from(&text))
     }
 
+    /// Whether any of the templates holds `text`.
+    pub(super) fn mentions(&self, text: &str) -> bool {
+        self.environment.templates().any(|(_, template)| template.source().contains(text))
+    }
+
     /// Whether the template that serves `chat` marks the assistant's text with `{% generation %}`.
     pub fn marks_generation(&self, chat: &Conversation) -> bool {
         self.marked.iter().any(|marked| marked == self.name_for(chat))
@@ -206,11 +229,31 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_function("strftime_now", |format: String| {
-        clock::strftime(&format, clock::now())
-            .map_err(|message| Error::new(ErrorKind::InvalidOperation, message))
-    });
+    add_clock(&mut environment, now);
     Ok(environment)
+}
+
+/// `strftime_now` with the time that `now` tells.
+fn add_clock(
+    environment: &mut Environment<'static>,
+    now: impl Fn() -> DateTime + Send + Sync + 'static,
+) {
+    environment.add_function("strftime_now", move |format: String| {
+        jiff::fmt::strtime::format(&format, now()).map_err(|error| {
+            Error::new(ErrorKind::InvalidOperation, format!("strftime_now('{format}'): {error}"))
+        })
+    });
+}
+
+/// The time in UTC. `transformers` takes local time; a template prints the date at most, and UTC is the same
+/// on every machine.
+fn now() -> DateTime {
+    TimeZone::UTC.to_datetime(jiff::Timestamp::now())
+}
+
+/// The date on which templates are rendered that are not told another: today's, in UTC.
+pub fn today() -> Date {
+    now().date()
 }
 
 /// A float as Python prints it. Everything else the engine prints so by itself.
@@ -276,8 +319,7 @@ fn normalized(message: &Value) -> Value {
     let Some(fields) = message.as_object() else { return message.clone() };
     let mut fields = fields.clone();
     fields.retain(|_, value| !value.is_null());
-    let names = ["reasoning_content", "thinking", "reasoning"];
-    if let Some(reasoning) = names.iter().find_map(|name| fields.get(*name)).cloned() {
+    if let Some(reasoning) = REASONING_KEYS.iter().find_map(|key| fields.get(*key)).cloned() {
         fields.entry("thinking").or_insert_with(|| reasoning.clone());
         fields.insert("reasoning_content".into(), reasoning);
     }

@@ -106,6 +106,11 @@ impl StreamConfig {
         if self.chunk.num_bytes == 0 || self.num_chunks == 0 {
             bail!("stream.chunk and stream.num_chunks must be above 0: blocks pass through them");
         }
+        if self.queue_depth == Some(0) {
+            bail!(
+                "stream.queue_depth must be at least 1: it is how many reads are under way at a time"
+            );
+        }
         let bytes = |size: Size| usize::try_from(size.num_bytes).context("a size is too large");
         Ok(StreamOptions {
             prefetch_ahead: self.prefetch_ahead,

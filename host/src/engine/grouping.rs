@@ -1,8 +1,10 @@
 //! How many blocks the experts of a layer are dealt over: as few as the device has room for.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use blockstreamer_core::Error;
 use blockstreamer_core::family::ModelOptions;
 use blockstreamer_core::plan::{Plan, Tier};
 use blockstreamer_core::source::BlockSource;
@@ -42,12 +44,13 @@ pub struct Fitted<'a> {
 
 impl<'a> Cut<'a> {
     /// The cut with the fewest groups, but at least `least`, that leaves room for all slots; if none does, the
-    /// one with the most slots. Shards and `stream.expert_groups` leave no choice.
+    /// one with the most slots; if none leaves room for any, the one that lacks the least. Shards and
+    /// `stream.expert_groups` leave no choice.
     ///
     /// # Errors
-    /// When the files cannot be opened, or shards belong to another checkpoint.
+    /// When the files cannot be opened, shards belong to another checkpoint, or there is nothing to plan.
     pub fn fit(&self, trained: &Trained, memory: Memory, least: usize) -> Result<Fitted<'a>> {
-        let mut best: Option<(usize, Fitted<'a>)> = None;
+        let mut best: Option<((usize, Reverse<u64>), Fitted<'a>)> = None;
         let mut refusal = None;
         for num_groups in self.candidates().into_iter().filter(|groups| *groups >= least) {
             let fitted = match self.cut(num_groups, trained) {
@@ -57,14 +60,14 @@ impl<'a> Cut<'a> {
                     continue;
                 }
             };
-            let (num_slots, is_enough) = match fitted.planner.plan(memory) {
-                Ok(plan) => (plan.num_slots, self.has_all_slots(&plan)),
-                Err(_) => (0, false),
+            // Finer cuts have smaller blocks, but more of them keep a sum for backward.
+            let (room, is_enough) = match fitted.planner.plan(memory) {
+                Ok(plan) => ((plan.num_slots, Reverse(0)), self.has_all_slots(&plan)),
+                Err(Error::Budget { missing_bytes, .. }) => ((0, Reverse(missing_bytes)), false),
+                Err(error) => return Err(error.into()),
             };
-            // Of cuts that all need too much, the finest needs least.
-            let is_better = |most: usize| num_slots > most || (most, num_slots) == (0, 0);
-            if best.as_ref().is_none_or(|(most, _)| is_better(*most)) || is_enough {
-                best = Some((num_slots, fitted));
+            if best.as_ref().is_none_or(|(most, _)| room > *most) || is_enough {
+                best = Some((room, fitted));
             }
             if is_enough {
                 break;

@@ -115,6 +115,7 @@ impl Launch<'_> {
         let sites = open.model.sites()?;
         let plan = planner.first_plan(memory, self.device, kind)?;
         let drive = planner.drive();
+        let staging_bytes = plan.host.staging_bytes + plan.device.staging_bytes;
         let mut loaded: Option<(Vec<BlockIndex>, Arc<dyn BlockSource>)> = None;
         let (plan, (executor, source)) = degrade(
             plan,
@@ -137,7 +138,17 @@ impl Launch<'_> {
                     Executor::new(model, Arc::clone(&source), adapter, self.options(plan, drive)?)?;
                 Ok((executor, source))
             },
-        )?;
+        )
+        .map_err(|error| match exhausted(&error) {
+            Some(Exhausted::Host) => error.context(format!(
+                "staging takes {} of host memory, stream.num_chunks ({}) chunks of stream.chunk ({}): \
+                 ask for fewer or smaller ones, or give less to blocks (--ram)",
+                Size { num_bytes: staging_bytes },
+                self.stream.num_chunks,
+                self.stream.chunk
+            )),
+            _ => error,
+        })?;
         let num_expert_groups = open.options.num_expert_groups;
         Ok(Launched { executor, plan, source, num_expert_groups })
     }
@@ -148,7 +159,12 @@ impl Launch<'_> {
             return Ok(Arc::clone(files));
         }
         let reserve = |num_bytes| HostBuffer::for_device(num_bytes, self.device);
-        let tiered = TieredSource::load(Arc::clone(files), &plan.in_ram, reserve)?;
+        let tiered = TieredSource::load(
+            Arc::clone(files),
+            &plan.in_ram,
+            self.stream.options()?.read,
+            reserve,
+        )?;
         if let Some(refusal) = tiered.refusal() {
             tracing::warn!(
                 "host memory ran out: {} of {} blocks ({}) are held there, the others are read from \
@@ -267,6 +283,7 @@ mod tests {
             device_bytes: memory.device_bytes,
             host_bytes: memory.host_bytes,
             staging_bytes: 0,
+            has_one_memory: false,
             demand: &demand,
             rates: Rates::default(),
             only: None,

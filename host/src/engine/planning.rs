@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockstreamer_core::Error;
 use blockstreamer_core::adapter::Adapter;
 use blockstreamer_core::block::{BlockIndex, BlockSpec};
@@ -20,6 +20,9 @@ use tch::{Device, Kind};
 use super::StreamConfig;
 use super::rates::{ASSUMED, measure};
 use crate::size::Size;
+
+/// More than any machine has, and little enough to be added up.
+const MOST_STAGING_BYTES: u64 = 1 << 46;
 
 /// What is going to be run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,6 +122,7 @@ pub struct Planner<'a> {
     first_block: usize,
     demand: Demand,
     staging_bytes: u64,
+    has_one_memory: bool,
     num_slots: usize,
     rates: Rates,
     drive: Option<DriveSetting>,
@@ -168,14 +172,18 @@ impl<'a> Planner<'a> {
         let demand = workload.demand(blocks, pass);
         let options = config.options()?;
         let fetch_from_disk = Traffic::of_fetches(&*source);
-        let staging_bytes = match is_cuda {
-            true => {
-                let largest = blocks.iter().map(|block| block.image_bytes).max().unwrap_or(0);
-                let chunk_bytes = options.chunk_bytes_for(&*source, largest);
-                chunk_bytes.saturating_mul(options.num_chunks) as u64
-            }
-            false => 0,
-        };
+        let largest = blocks.iter().map(|block| block.image_bytes).max().unwrap_or(0);
+        let chunk_bytes = options.chunk_bytes_for(&*source, largest);
+        let staging_bytes = chunk_bytes.saturating_mul(options.num_chunks) as u64;
+        if staging_bytes > MOST_STAGING_BYTES {
+            bail!(
+                "stream.num_chunks ({}) chunks of stream.chunk ({}, at most a block) are {} between drive \
+                 and device: ask for fewer or smaller ones",
+                options.num_chunks,
+                config.chunk,
+                Size { num_bytes: staging_bytes }
+            );
+        }
         Ok(Self {
             config,
             source,
@@ -184,6 +192,7 @@ impl<'a> Planner<'a> {
             first_block,
             demand,
             staging_bytes,
+            has_one_memory: !is_cuda,
             num_slots: options.prefetch_ahead.saturating_add(1),
             rates: Rates::default(),
             drive: None,
@@ -219,14 +228,14 @@ impl<'a> Planner<'a> {
             device_bytes: memory.device_bytes,
             host_bytes: memory.host_bytes,
             staging_bytes: self.staging_bytes,
+            has_one_memory: self.has_one_memory,
             demand: &self.demand,
             rates: self.rates,
             only,
         })
     }
 
-    /// The first plan of a run. When it moves bytes, rates are measured for a prediction and for choices
-    /// that depend on them.
+    /// The first plan of a run, for which rates are measured: of the drive only when the plan reads.
     ///
     /// Memory that was asked for is kept to. Where less is free than any plan needs, the estimates may be
     /// too careful: the run is tried all the same, with a warning, from the files or as it was told.
@@ -234,21 +243,19 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// As [`Planner::plan`], for memory that was asked for.
     pub fn first_plan(&mut self, memory: Memory, device: Device, kind: Kind) -> Result<Plan> {
-        match self.plan(memory) {
-            Ok(plan) if plan.later == Traffic::default() => Ok(plan),
-            Ok(plan) => {
-                let reads = plan.later.disk_bytes > 0;
-                (self.rates, self.drive) = measure(device, kind, &*self.source, reads);
-                Ok(self.plan(memory)?)
-            }
-            Err(error) if memory.is_asked => Err(error.into()),
+        let (memory, only, plan) = match self.plan(memory) {
+            Ok(plan) => (memory, self.config.tier.only(), plan),
+            Err(error) if memory.is_asked => return Err(error.into()),
             Err(error) => {
                 tracing::warn!("little memory is free, the run may not fit: {error}");
                 let unlimited = Memory { device_bytes: u64::MAX, host_bytes: u64::MAX, ..memory };
-                let only = self.config.tier.only().unwrap_or(Tier::Disk);
-                Ok(self.plan_in(unlimited, Some(only))?)
+                let only = Some(self.config.tier.only().unwrap_or(Tier::Disk));
+                (unlimited, only, self.plan_in(unlimited, only)?)
             }
-        }
+        };
+        let reads = plan.later.disk_bytes > 0;
+        (self.rates, self.drive) = measure(device, kind, &*self.source, reads);
+        Ok(self.plan_in(memory, only)?)
     }
 
     /// Measures all rates, for predictions of plans to come.

@@ -7,6 +7,7 @@ use blockstreamer_core::adapter::{LayerRule, LoraOptions, LoraShape, ModuleRule}
 use blockstreamer_core::family::ModelOptions;
 use blockstreamer_core::optimizer::{Decay, OptimizerOptions};
 use blockstreamer_core::weights::ExpertLayout;
+use jiff::civil::Date;
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
@@ -23,6 +24,7 @@ pub struct RunConfig {
     /// Folder of the model: `config.json`, `*.safetensors`, `tokenizer.json`.
     pub model: PathBuf,
     /// JSONL file of the rows: a path, or a table with more settings.
+    #[serde(deserialize_with = "path_or_table")]
     pub data: DataConfig,
     /// Folder of the run.
     pub out: PathBuf,
@@ -182,7 +184,8 @@ impl LoraConfig {
 }
 
 /// `data = "FILE"`, or `[data]` with `path = "FILE"` and more.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
     /// The JSONL file.
     pub path: PathBuf,
@@ -196,6 +199,10 @@ pub struct DataConfig {
     /// Most pixels of a picture, or of each frame of a film, after resizing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pixels: Option<usize>,
+    /// What chat templates print as the current date, `2026-11-30`. Not given: the day on which the run
+    /// began, in UTC.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub date: Option<Date>,
 }
 
 impl DataConfig {
@@ -213,35 +220,25 @@ impl Default for DataConfig {
             shuffle: true,
             min_pixels: None,
             max_pixels: None,
+            date: None,
         }
     }
 }
 
-impl<'de> Deserialize<'de> for DataConfig {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(deny_unknown_fields)]
-        struct Settings {
-            path: Option<PathBuf>,
-            overflow: Option<Overflow>,
-            shuffle: Option<bool>,
-            min_pixels: Option<usize>,
-            max_pixels: Option<usize>,
+fn path_or_table<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<DataConfig, D::Error> {
+    let mut settings = match toml::Value::deserialize(deserializer)? {
+        toml::Value::String(path) => {
+            return Ok(DataConfig { path: path.into(), ..DataConfig::default() });
         }
-        let value = toml::Value::deserialize(deserializer)?;
-        let default = Self::default();
-        if let toml::Value::String(path) = value {
-            return Ok(Self { path: path.into(), ..default });
-        }
-        let settings: Settings = value.try_into().map_err(serde::de::Error::custom)?;
-        Ok(Self {
-            path: settings.path.unwrap_or_default(),
-            overflow: settings.overflow.unwrap_or(default.overflow),
-            shuffle: settings.shuffle.unwrap_or(default.shuffle),
-            min_pixels: settings.min_pixels,
-            max_pixels: settings.max_pixels,
-        })
+        settings => settings,
+    };
+    // TOML has dates of its own, which are written without quotes.
+    if let Some(date) = settings.get_mut("date").filter(|date| date.is_datetime()) {
+        *date = toml::Value::String(date.to_string());
     }
+    settings.try_into().map_err(serde::de::Error::custom)
 }
 
 /// `[optimizer]`
@@ -468,8 +465,16 @@ mod tests {
             (config.data.path.as_path(), config.data.overflow),
             (Path::new("/d"), Overflow::Skip)
         );
-        let text = "model = '/m'\nout = '/o'\n[data]\npath = '/d'\nshuffle = false\n";
-        assert!(!load(text, &[]).unwrap().data.shuffle);
+        let text =
+            "model = '/m'\nout = '/o'\n[data]\npath = '/d'\nshuffle = false\ndate = 2024-02-29\n";
+        let config = load(text, &[]).unwrap();
+        assert!(!config.data.shuffle);
+        let date = Some(jiff::civil::date(2024, 2, 29));
+        assert_eq!(config.data.date, date);
+        assert_eq!(load(PATHS, &["data.date=2024-02-29"]).unwrap().data.date, date);
+        assert_eq!(load(PATHS, &["data.date='2024-02-29'"]).unwrap().data.date, date);
+        let error = format!("{:#}", load(PATHS, &["data.date=2023-02-29"]).unwrap_err());
+        assert!(error.contains("`date`") && error.contains("2023-02"), "{error}");
         assert!(format!("{:#}", load(PATHS, &["data.shufle=1"]).unwrap_err()).contains("shufle"));
     }
 
@@ -484,7 +489,7 @@ mod tests {
         let names = "lora.target_modules=[\"q_proj\"]";
         let parameters = "lora.target_parameters=[\"mlp.experts.down_proj\"]";
         for set in [
-            &[names, "stream.slot_budget=8GiB", "data.max_pixels=4096"][..],
+            &[names, "stream.slot_budget=8GiB", "data.max_pixels=4096", "data.date=2026-11-30"][..],
             &[names, parameters],
             &["lora.vision=true"],
         ] {

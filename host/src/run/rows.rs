@@ -1,6 +1,5 @@
 //! The rows of a model's run as batches.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -8,12 +7,14 @@ use blockstreamer_core::vision::Media;
 
 use crate::data::{
     BatchOptions, Batches, ChatTemplate, Dataset, DatasetOptions, PixelLimits, Processor,
-    Tokenizer, Vision,
+    Tokenizer, Vision, today,
 };
 use crate::engine::OpenModel;
 use crate::plugins::Registry;
 
-/// Tokenises the JSONL file `path` with the model's own tokenizer and chat template, and finds its pictures. Where
+use super::DataConfig;
+
+/// Tokenises the rows of `data` with the model's own tokenizer and chat template, and finds its pictures. Where
 /// this template does not tell what the assistant says, and the one of the model's family prints the same text and
 /// does, that is asked.
 ///
@@ -22,17 +23,16 @@ use crate::plugins::Registry;
 pub fn load_rows(
     registry: &Registry,
     open: &OpenModel,
-    path: &Path,
-    rows: DatasetOptions,
-    pixels: PixelLimits,
+    data: &DataConfig,
+    sequence_length: usize,
     batches: BatchOptions,
 ) -> Result<Batches> {
     let tokenizer = Tokenizer::load(&open.directory)?;
     let dimensions = open.model.dimensions();
-    if rows.sequence_length > dimensions.max_position_embeddings {
+    if sequence_length > dimensions.max_position_embeddings {
         bail!(
             "sequence_length {} is more than the {} positions of this model",
-            rows.sequence_length,
+            sequence_length,
             dimensions.max_position_embeddings
         );
     }
@@ -43,6 +43,8 @@ pub fn load_rows(
         (Some(own), Ok(format)) => Some(own.with_marked_twin(&format.chat_template)?),
         (own, _) => own,
     };
+    let template = template.map(|template| template.on(data.date.unwrap_or_else(today)));
+    let pixels = data.pixels();
     let processor = match open.model.vision_format()? {
         Some(format) => Some(Processor::new(format, &open.directory, pixels)?),
         None if pixels != PixelLimits::default() => {
@@ -53,14 +55,18 @@ pub fn load_rows(
     let media_text = |media: &Media| open.model.media_text(media);
     let vision = processor
         .map(|processor| Vision { processor: Arc::new(processor), media_text: &media_text });
-    let dataset = Dataset::load(path, &tokenizer, template.as_ref(), vision, rows)?;
+    let rows = DatasetOptions { sequence_length, overflow: data.overflow };
+    let dataset = Dataset::load(&data.path, &tokenizer, template.as_ref(), vision, rows)?;
     if dataset.num_skipped > 0 || dataset.num_truncated > 0 {
         tracing::warn!(
             "{} rows are longer than {} tokens and were left out, {} lost their end",
             dataset.num_skipped,
-            rows.sequence_length,
+            sequence_length,
             dataset.num_truncated
         );
+    }
+    for warning in dataset.unprinted.warnings() {
+        tracing::warn!("{}: {warning}", data.path.display());
     }
     Ok(Batches::new(dataset, tokenizer.pad_id(), batches)?)
 }

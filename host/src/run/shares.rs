@@ -5,10 +5,6 @@ use std::fmt;
 use blockstreamer_core::stream::StreamStats;
 use serde::{Deserialize, Serialize};
 
-/// Host time counts as the limit only when it exceeds all others by this share: it includes the time
-/// that the driver holds launches back because the device has enough to do.
-const HOST_MARGIN: f64 = 0.05;
-
 /// How long each part was busy during one step. The parts work at the same time, so that the numbers do
 /// not add up to the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -22,29 +18,24 @@ pub struct StepTimes {
     pub compute_ms: f64,
     /// The driving thread waited, for a block or for values from the device.
     pub wait_ms: f64,
-    /// The driving thread worked: rows, launches, optimizer. On the CPU without the visits, which are
-    /// computed on this very thread.
+    /// The driving thread worked (rows, launches, optimizer) while the device had nothing else to do. On the
+    /// CPU without the visits, which are computed on this very thread.
     pub host_ms: f64,
+    /// Of it, the part within visits, which the device only followed. 0 on the CPU.
+    pub launch_ms: f64,
 }
 
 impl StepTimes {
-    /// The times between two totals of the engine that are `seconds` apart.
-    pub(super) fn between(
-        before: &StreamStats,
-        after: &StreamStats,
-        seconds: f64,
-        computes_on_host: bool,
-    ) -> Self {
-        let compute_ms = after.compute_ms - before.compute_ms;
-        let wait_ms =
-            after.host_wait_ms - before.host_wait_ms + after.device_wait_ms - before.device_wait_ms;
-        let elsewhere_ms = wait_ms + if computes_on_host { compute_ms } else { 0.0 };
+    /// The times between two totals of the engine.
+    pub(super) fn between(before: &StreamStats, after: &StreamStats) -> Self {
+        let waited = |stats: &StreamStats| stats.host_wait_ms + stats.device_wait_ms;
         Self {
             read_ms: after.read_busy_ms - before.read_busy_ms,
             copy_ms: after.h2d_ms - before.h2d_ms,
-            compute_ms,
-            wait_ms,
-            host_ms: (seconds * 1e3 - elsewhere_ms).max(0.0),
+            compute_ms: after.compute_ms - before.compute_ms,
+            wait_ms: waited(after) - waited(before),
+            host_ms: after.host_ms - before.host_ms,
+            launch_ms: after.launch_ms - before.launch_ms,
         }
     }
 }
@@ -60,6 +51,8 @@ pub struct Shares {
     pub compute: f64,
     /// [`StepTimes::host_ms`] over wall time.
     pub host: f64,
+    /// [`StepTimes::launch_ms`] over wall time.
+    pub launch: f64,
 }
 
 impl Shares {
@@ -72,6 +65,7 @@ impl Shares {
             total.copy_ms += times.copy_ms;
             total.compute_ms += times.compute_ms;
             total.host_ms += times.host_ms;
+            total.launch_ms += times.launch_ms;
             seconds += step_seconds;
         }
         let share =
@@ -81,13 +75,15 @@ impl Shares {
             copy: share(total.copy_ms),
             compute: share(total.compute_ms),
             host: share(total.host_ms),
+            launch: share(total.launch_ms),
         }
     }
 
-    /// The part that binds: the busiest one.
+    /// The part that binds: the busiest one. Where the device follows a visit launch by launch, it is the
+    /// host's time and not computation.
     pub fn binding(&self) -> &'static str {
-        let host = ("host", self.host - HOST_MARGIN);
-        [("read", self.read), ("copy", self.copy), ("compute", self.compute), host]
+        let compute = ("compute", self.compute - self.launch);
+        [("read", self.read), ("copy", self.copy), compute, ("host", self.host)]
             .into_iter()
             .reduce(|most, next| if next.1 > most.1 { next } else { most })
             .map_or("host", |most| most.0)
@@ -97,7 +93,7 @@ impl Shares {
 /// `read 97%  copy 12%  compute 20%  host 3%  (read binds)`
 impl fmt::Display for Shares {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { read, copy, compute, host } = self;
+        let Self { read, copy, compute, host, launch: _ } = self;
         for (name, share) in [("read", read), ("copy", copy), ("compute", compute), ("host", host)]
         {
             write!(formatter, "{name} {:.0}%  ", share * 100.0)?;
@@ -123,34 +119,44 @@ mod tests {
             (shares.read, shares.copy, shares.compute, shares.host),
             (0.995, 1.0, 0.0, 0.03)
         );
-        let text = Shares { read: 0.97, copy: 0.12, compute: 0.2, host: 0.03 }.to_string();
+        let text =
+            Shares { read: 0.97, copy: 0.12, compute: 0.2, host: 0.03, launch: 0.0 }.to_string();
         assert_eq!(text, "read 97%  copy 12%  compute 20%  host 3%  (read binds)");
         assert_eq!(Shares::of([]), Shares::default());
     }
 
     #[test]
-    fn the_host_binds_only_when_nothing_else_is_as_busy() {
-        let shares = |copy, compute, host| Shares { copy, compute, host, ..Shares::default() };
-        assert_eq!(shares(0.3, 0.98, 0.99).binding(), "compute");
+    fn what_the_device_computes_as_it_is_launched_is_the_hosts_time() {
+        let shares =
+            |copy, compute, host| Shares { copy, compute, host, launch: host, ..Shares::default() };
+        assert_eq!(shares(0.3, 0.98, 0.1).binding(), "compute");
+        assert_eq!(shares(0.3, 0.98, 0.9).binding(), "host");
         assert_eq!(shares(0.99, 0.4, 0.9).binding(), "copy");
-        assert_eq!(shares(0.3, 0.4, 0.9).binding(), "host");
+        // On the CPU, and between visits, the host's time is in no visit.
+        let apart = Shares { compute: 0.64, host: 0.36, ..Shares::default() };
+        assert_eq!(apart.binding(), "compute");
     }
 
     #[test]
-    fn what_the_thread_waited_or_computed_is_not_host_work() {
-        let before =
-            StreamStats { read_busy_ms: 5.0, host_wait_ms: 10.0, ..StreamStats::default() };
+    fn the_times_of_a_step_are_the_differences_of_the_totals_before_and_after_it() {
+        let before = StreamStats {
+            read_busy_ms: 5.0,
+            host_wait_ms: 10.0,
+            host_ms: 3.0,
+            ..StreamStats::default()
+        };
         let after = StreamStats {
             read_busy_ms: 405.0,
             h2d_ms: 50.0,
             host_wait_ms: 310.0,
             device_wait_ms: 100.0,
+            host_ms: 43.0,
+            launch_ms: 30.0,
             compute_ms: 200.0,
             ..before
         };
-        let times = StepTimes::between(&before, &after, 1.0, false);
+        let times = StepTimes::between(&before, &after);
         assert_eq!((times.read_ms, times.copy_ms, times.compute_ms), (400.0, 50.0, 200.0));
-        assert_eq!((times.wait_ms, times.host_ms), (400.0, 600.0));
-        assert_eq!(StepTimes::between(&before, &after, 1.0, true).host_ms, 400.0);
+        assert_eq!((times.wait_ms, times.host_ms, times.launch_ms), (400.0, 40.0, 30.0));
     }
 }

@@ -83,7 +83,6 @@ impl<'a> Stepper<'a> {
         // The device's queue is short: launching a step returns when the device has nearly done it.
         let seconds = self.launched.elapsed().as_secs_f64();
         self.launched = Instant::now();
-        let computes_on_host = !self.executor.stream().device().is_cuda();
         Ok(Launched {
             step: options.step,
             loss,
@@ -92,7 +91,7 @@ impl<'a> Stepper<'a> {
             seconds,
             read_bytes: after.read_bytes - before.read_bytes,
             h2d_bytes: after.h2d_bytes - before.h2d_bytes,
-            times: StepTimes::between(&before, &after, seconds, computes_on_host),
+            times: StepTimes::between(&before, &after),
         })
     }
 

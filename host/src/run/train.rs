@@ -16,7 +16,7 @@ use super::progress::Progress;
 use super::rows::load_rows;
 use super::step::{Launched, Stepper, adapter_of};
 use super::{RunConfig, RunFolder};
-use crate::data::{BatchOptions, Batches, DatasetOptions};
+use crate::data::{BatchOptions, Batches, today};
 use crate::engine::{Job, OpenModel, Precision, device};
 use crate::plugins::Registry;
 use crate::trace::{self as timeline, TRACED_STEPS};
@@ -65,25 +65,24 @@ pub fn train(
     // Kernels that add in one fixed order: a resumed run then repeats the bits of an uninterrupted one.
     set_deterministic(true)?;
     let folder = RunFolder::open(&config.out, resume)?;
-    // In 16 bits a token's experts are rounded once per block: a run goes on as it was cut.
     let mut config = config.clone();
-    if resume
-        && config.stream.expert_groups.is_none()
-        && let Ok(earlier) = folder.earlier()
-    {
-        config.stream.expert_groups = earlier.stream.expert_groups;
+    let earlier = if resume { folder.earlier().ok() } else { None };
+    if let Some(earlier) = &earlier {
+        // In 16 bits a token's experts are rounded once per block: a run goes on as it was cut.
+        config.stream.expert_groups = config.stream.expert_groups.or(earlier.stream.expert_groups);
+        // Templates that print the date must not give it other tokens on another day.
+        config.data.date = config.data.date.or(earlier.data.date);
+    } else {
+        config.data.date.get_or_insert_with(today);
     }
     let open = OpenModel::open(registry, &config.model, config.model_options())?;
-    let rows =
-        DatasetOptions { sequence_length: config.sequence_length, overflow: config.data.overflow };
     let order = BatchOptions {
         batch_size: config.batch_size,
         micro_batches: config.micro_batches,
         seed: config.seed,
         shuffle: config.data.shuffle,
     };
-    let mut batches =
-        load_rows(registry, &open, &config.data.path, rows, config.data.pixels(), order)?;
+    let mut batches = load_rows(registry, &open, &config.data, config.sequence_length, order)?;
     let total_steps = config.steps.unwrap_or_else(|| batches.num_steps(config.epochs));
 
     let saved = if resume { Checkpoint::latest(&folder.checkpoints())? } else { None };
@@ -233,12 +232,11 @@ impl Run<'_> {
             {
                 self.finish(last)?;
             }
-            if let Some(path) = traced {
-                let stream = self.executor.stream();
-                timeline::write(path, &stream.take_trace()?, stream.blocks())?;
-            }
             if save {
                 self.save(done, optimizer)?;
+            }
+            if let Some(path) = traced {
+                timeline::finish(path, self.executor.stream())?;
             }
         }
         Ok(())
@@ -260,10 +258,13 @@ impl Run<'_> {
         let metrics = self.stepper.finish(launched)?;
         let (step, loss, grad_norm) = (metrics.step, metrics.loss, metrics.grad_norm);
         if !loss.is_finite() || !grad_norm.is_finite() {
+            let search = match self.config.stream.check_finite {
+                true => "",
+                false => ", or search the weights with --set stream.check_finite=true",
+            };
             bail!(
                 "the loss of step {step} is {loss} and its gradient norm {grad_norm}: lower \
-                 learning_rate, or search the weights with --set stream.check_finite=true; earlier \
-                 checkpoints are in {}",
+                 learning_rate{search}; earlier checkpoints are in {}",
                 self.folder.checkpoints().display()
             );
         }

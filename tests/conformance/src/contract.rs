@@ -126,6 +126,7 @@ fn check_tiny(
         format!("{:?} {:?}", logits.size(), logits.kind()),
     ));
     check_causality(&executor, size, vocab_size, options, report)?;
+    check_packed_rows(&executor, size, vocab_size, options, report)?;
     let again = executor.logits(&batch, &mut |_, _| Ok(()))?;
     report.push(Check::of(
         format!("{size}: the same input gives the same bits"),
@@ -207,19 +208,17 @@ fn check_pictures(
     // The first picture begins at the third token of the first row.
     let earlier = |logits: &Tensor| logits.f_narrow(0, 0, 1)?.f_narrow(1, 0, 2);
     let other_row = |logits: &Tensor| logits.f_narrow(0, 1, 1);
-    let mut leak: f64 = 0.0;
-    let mut tolerance = if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 };
+    let (mut leak, mut magnitude): (f64, f64) = (0.0, 0.0);
     for (before, after) in
         [(earlier(&before)?, earlier(&after)?), (other_row(&before)?, other_row(&after)?)]
     {
-        let (difference, magnitude) = max_difference(&after, &before, None)?;
-        leak = leak.max(difference);
-        tolerance *= magnitude.max(1.0);
+        let found = max_difference(&after, &before, None)?;
+        (leak, magnitude) = (leak.max(found.0), magnitude.max(found.1));
     }
     report.push(Check::within(
         format!("{size}: a picture changes no logits before it and none of another row"),
         leak,
-        tolerance,
+        tolerance(options, magnitude),
         "",
     ));
     let (change, _) = max_difference(&after, &before, None)?;
@@ -256,12 +255,10 @@ fn check_causality(
     let after = executor.logits(&changed, &mut |_, _| Ok(()))?;
     let earlier = |logits: &Tensor| logits.f_narrow(1, 0, 15);
     let (leak, magnitude) = max_difference(&earlier(&after)?, &earlier(&before)?, None)?;
-    let tolerance =
-        if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 } * magnitude.max(1.0);
     report.push(Check::within(
         format!("{size}: a later token changes no earlier logits"),
         leak,
-        tolerance,
+        tolerance(options, magnitude),
         "",
     ));
     let (change, _) = max_difference(&after, &before, None)?;
@@ -271,6 +268,46 @@ fn check_causality(
         format!("{change:.2e}"),
     ));
     Ok(())
+}
+
+/// Samples that share a row, and padding behind them, change none of each other's logits.
+fn check_packed_rows(
+    executor: &Executor,
+    size: &str,
+    vocab_size: i64,
+    options: &Options,
+    report: &mut Report,
+) -> Result<()> {
+    // Of different lengths, so that a position too many or too few shows.
+    const LENGTHS: [i64; 2] = [9, 12];
+    const PADDED: i64 = 24;
+    let ids = rows(vocab_size, PADDED)?.input_ids.f_narrow(0, 0, 1)?;
+    let places = Tensor::f_arange(PADDED, (Kind::Int64, Device::Cpu))?.f_view([1, PADDED])?;
+    let [first, both] = [LENGTHS[0], LENGTHS[0] + LENGTHS[1]];
+    let segments = places.f_ge(first)?.f_to_kind(Kind::Int64)?;
+    let attention_mask = Some(places.f_lt(both)?);
+    let packed =
+        Batch { segments: Some(segments), attention_mask, ..Batch::new(ids.shallow_clone()) };
+    let together = executor.logits(&packed, &mut |_, _| Ok(()))?;
+    for (sample, (start, length)) in [(0, LENGTHS[0]), (first, LENGTHS[1])].into_iter().enumerate()
+    {
+        let sample_ids = ids.f_narrow(1, start, length)?;
+        let alone = executor.logits(&Batch::new(sample_ids), &mut |_, _| Ok(()))?;
+        let found = together.f_narrow(1, start, length)?;
+        let (difference, magnitude) = max_difference(&found, &alone, None)?;
+        report.push(Check::within(
+            format!("{size}: sample {sample} of a packed row has the logits that it has alone"),
+            difference,
+            tolerance(options, magnitude),
+            "",
+        ));
+    }
+    Ok(())
+}
+
+/// How far sums of other lengths may lie apart.
+fn tolerance(options: &Options, magnitude: f64) -> f64 {
+    (if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 }) * magnitude.max(1.0)
 }
 
 /// The same ids but for the last of each row.

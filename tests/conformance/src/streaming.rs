@@ -10,6 +10,7 @@ use blockstreamer_core::block::BlockIndex;
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::execute::{Executor, Gradients, Residency, StepOptions};
 use blockstreamer_core::family::{ModelFamily, ModelOptions};
+use blockstreamer_core::read::ReadMethod;
 use blockstreamer_core::source::shards::{ShardSource, write_shards};
 use blockstreamer_core::source::{BlockSource, TieredSource};
 use tch::Tensor;
@@ -48,7 +49,7 @@ pub(crate) fn check_identical(
     let all: Vec<_> = (0..opened.layout.blocks.len()).map(BlockIndex).collect();
     let sources: [(&str, Arc<dyn BlockSource>); 3] = [
         ("safetensors", Arc::clone(&files)),
-        ("ram", Arc::new(TieredSource::load(Arc::clone(&files), &all, reserve)?)),
+        ("ram", Arc::new(TieredSource::load(Arc::clone(&files), &all, ReadMethod::Auto, reserve)?)),
         ("shards", Arc::new(ShardSource::open(&folder.path().join("shards"), Some(&identity))?)),
     ];
     let num_blocks = opened.layout.blocks.len();

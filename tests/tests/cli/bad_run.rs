@@ -70,6 +70,11 @@ fn wrong_settings_are_named_with_what_is_possible() {
         ("stream.slot_budget=100", &["layers.0", "100", "slot budget"]),
         ("stream.chunk=0", &["chunk"]),
         ("stream.num_chunks=0", &["chunk"]),
+        (
+            "stream.num_chunks=99999999999",
+            &["stream.num_chunks (99999999999)", "stream.chunk", "fewer"],
+        ),
+        ("stream.queue_depth=0", &["stream.queue_depth", "at least 1"]),
         ("stream.tier=tape", &["tape", "disk"]),
         ("stream.shards=/nonexistent", &["/nonexistent"]),
     ] {

@@ -5,7 +5,8 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::{Finished, Folder, blockstreamer, in_process, metrics, model};
+use super::bad_disk::limited;
+use super::{Finished, Folder, blockstreamer, in_process, metrics, model, names, rows, words};
 
 fn bench(words: &[&str]) -> Finished {
     blockstreamer(&[&["bench"], words, &["--device", "cpu"]].concat())
@@ -81,6 +82,8 @@ fn steps_of_a_family_and_size_are_timed_beside_their_floors() {
     let counts = report["counts"].as_array().unwrap();
     assert_eq!(counts.len(), 2);
     let streamed_bytes = report["streamed_bytes"].as_u64().unwrap();
+    let num_blocks = report["num_blocks"].as_u64().unwrap();
+    let num_fetches = num_blocks + num_blocks / 2 - 1;
     for (count, tokens) in counts.iter().zip([16, 24]) {
         assert_eq!(count["tokens"], tokens);
         assert_eq!(count["seconds"].as_array().unwrap().len(), 2);
@@ -93,10 +96,20 @@ fn steps_of_a_family_and_size_are_timed_beside_their_floors() {
             let share = count["shares"][share].as_f64().unwrap();
             assert!((0.0..=1.0).contains(&share), "{count}");
         }
-        // One slot, all blocks forward and the upper half back: what is there at the turn-around, and at
-        // the boundary of two steps, is used again.
-        assert!(number("h2d_bytes") > streamed_bytes as f64, "{count}");
-        assert!(number("h2d_bytes") < 1.5 * streamed_bytes as f64, "{count}");
+        // One slot, all blocks forward and the upper half back: what is there at the turn-around is used
+        // again. That is the number of every run, whatever was under way when the timed steps began.
+        for key in ["h2d_bytes", "read_bytes"] {
+            let per_block = number(key) / num_fetches as f64;
+            // But for what fills the gaps between tensors.
+            let share = per_block * num_blocks as f64 / streamed_bytes as f64;
+            assert!(per_block.fract() == 0.0 && (0.99..=1.0).contains(&share), "{key}: {count}");
+        }
+        assert_eq!(count["is_as_planned"], true, "{count}");
+        let num_counted = number("counted_h2d_bytes") / streamed_bytes as f64 * num_blocks as f64;
+        assert!((num_counted - num_fetches as f64).abs() <= 1.0, "{count}");
+        let predicted = count["prediction"]["seconds"].as_f64().unwrap();
+        assert!(predicted > 0.0 && count["prediction"]["bound"].is_string(), "{count}");
+        assert!((number("predicted_ratio") - number("median_s") / predicted).abs() < 1e-9);
         let file = folder.path(&format!("trace-{tokens}.json"));
         assert_eq!(count["trace"], file);
         assert!(!events(&file).is_empty());
@@ -110,33 +123,45 @@ fn steps_of_a_family_and_size_are_timed_beside_their_floors() {
     let table = bench(&words).ok().stdout;
     let after = fs::metadata(format!("{written}/config.json")).unwrap().modified().unwrap();
     assert_eq!(before, after);
-    for word in ["bare link", "bare drive", "s/step", "floor", "binds"] {
+    for word in ["bare link", "bare drive", "s/step", "predicted", "floor", "binds"] {
         assert!(table.contains(word), "no '{word}' in {table}");
     }
 }
 
 #[test]
 fn what_cannot_be_measured_is_refused_with_a_reason() {
+    let folder = Folder::new();
+    let work = folder.path("work");
     let step = ["step", model()];
+    let files = ["stream", "--tier", "disk", "--block-size", "1MiB", "--blocks", "6", "--dir"];
+    let blocks = folder.path("blocks");
+    let many_chunks = [&files[..], &[&blocks, "--num-chunks", "99999999999"]].concat();
     for (words, expected) in [
         (&["stream", "--tier", "ram", "--blocks", "5"][..], &["5 blocks", "--blocks 6"][..]),
         (&["stream", "--tier", "disk", "--dir", "/proc/none"], &["/proc/none"]),
         (&["stream", "--tier", "ram", "--block-size", "60TiB"], &["--block-size"]),
+        (&many_chunks, &["--num-chunks 99999999999", "--chunk"]),
         (&[&step[..], &["--layers", "2"]].concat(), &["--layers", "there already"]),
         (&[&step[..], &["--tokens", "1"]].concat(), &["--tokens 1"]),
         (&[&step[..], &["--tokens", "10000000"]].concat(), &["--tokens 10000000"]),
         (&[&step[..], &["--target-modules", "no_such"]].concat(), &["no_such"]),
         (&[&step[..], &["--trace", "/proc/none/t.json"]].concat(), &["--trace", "exists"]),
+        (&[&step[..], &["--trace", "/proc/t.json"]].concat(), &["--trace /proc/t.json", "written"]),
         (&["step", "no-such-model"], &["no folder", "qwen3-vl:8b"]),
-        (&["step", "qwen3-vl:900b"], &["900b", "tiny"]),
+        (&["step", "qwen3-vl:900b", "--work-dir", &work], &["900b", "tiny"]),
+        (&["step", "yeti:tiny", "--work-dir", &work], &["'yeti'", "qwen3-vl"]),
     ] {
         in_process(&[&["bench"], words, &["--device", "cpu"]].concat()).failed(expected);
     }
+    assert!(!fs::exists(&work).unwrap(), "a model that is not there left a folder");
+    assert!(!fs::exists(&blocks).unwrap(), "files were written for what was refused");
     for (words, expected) in [
         (&["bench"][..], "stream"),
         (&["bench", "stream"], "--tier"),
         (&["bench", "stream", "--tier", "tape"], "disk"),
         (&["bench", "stream", "--tier", "disk", "--passes", "0"], "at least 1"),
+        (&["bench", "stream", "--tier", "ram", "--blocks", "999999999999"], "1 and 10000"),
+        (&["bench", "stream", "--tier", "ram", "--prefetch-ahead", "18446744073709551615"], "4999"),
         (&["bench", "stream", "--tier", "disk", "--block-size", "0"], "1 byte"),
         (&["bench", "stream", "--tier", "disk", "--read", "mmap"], "threads"),
         (&["bench", "step"], "MODEL"),
@@ -149,8 +174,11 @@ fn what_cannot_be_measured_is_refused_with_a_reason() {
     }
 }
 
-/// The complete events of a trace file: track, name, start and end in microseconds, bytes.
-fn events(path: &str) -> Vec<(String, String, f64, f64, u64)> {
+/// Track, name, start and end in microseconds, bytes.
+type Event = (String, String, f64, f64, u64);
+
+/// The complete events of a trace file.
+fn events(path: &str) -> Vec<Event> {
     let document: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
     let of_phase = |phase: &'static str| {
         let events = document["traceEvents"].as_array().unwrap().iter();
@@ -193,17 +221,74 @@ fn the_trace_of_a_run_shows_each_block_read_and_copied_before_it_is_computed_wit
         let off = bytes.abs_diff(wanted);
         assert!(off < wanted / 10, "{key}: {bytes} of {wanted}");
     }
-    let names = |spans: &[&(String, String, f64, f64, u64)]| {
+    let blocks = |spans: &[&Event]| {
         spans.iter().map(|span| span.1.clone()).collect::<std::collections::BTreeSet<_>>()
     };
-    assert!(names(&visits).len() > 1, "{visits:?}");
-    assert_eq!((names(&reads), names(&copies)), (names(&visits), names(&visits)));
+    assert!(blocks(&visits).len() > 1, "{visits:?}");
+    assert_eq!((blocks(&reads), blocks(&copies)), (blocks(&visits), blocks(&visits)));
     // With one slot every copy is for the next visit of its block, which begins after it.
     for copy in &copies {
         let next = visits.iter().find(|visit| visit.1 == copy.1 && visit.3 > copy.2);
         assert!(next.is_none_or(|visit| visit.2 >= copy.3 - 1.0), "{copy:?} {next:?}");
     }
-    assert_eq!(super::names(folder.path("")), ["run", "trace.json"], "something partial was left");
+    assert_eq!(names(folder.path("")), ["run", "trace.json"], "something partial was left");
+}
+
+/// How many events there are of a kind, and how many of them go on during a visit of another block.
+fn num_overlapping(events: &[Event], kind: &str) -> (usize, usize) {
+    let of = |kind: &str| events.iter().filter(|event| event.0 == kind).collect::<Vec<_>>();
+    let (visits, of_kind) = (of("compute"), of(kind));
+    let overlaps = |event: &&&Event| {
+        let middle = f64::midpoint(event.2, event.3);
+        visits.iter().any(|visit| visit.1 != event.1 && (visit.2..visit.3).contains(&middle))
+    };
+    (of_kind.len(), of_kind.iter().filter(overlaps).count())
+}
+
+#[test]
+fn the_trace_of_a_run_shows_reads_and_copies_during_the_visits_of_other_blocks() {
+    let folder = Folder::new();
+    let model = folder.path("model");
+    blockstreamer(&["synth", "qwen3-vl:tiny", "--layers", "8", "--out", &model]).ok();
+    // In pieces so small that a block is not there at once, even from a cache.
+    let pieces = ["--set", "stream.chunk=512", "--set", "stream.num_chunks=2"];
+    let run = [&pieces[..], &["--set", "batch_size=4", "--set", "steps=4"]].concat();
+    let data = rows();
+    let traced = |num_ahead: usize| {
+        let (out, trace) = (folder.path(&format!("run-{num_ahead}")), folder.path("trace.json"));
+        let ahead = format!("stream.prefetch_ahead={num_ahead}");
+        let more = ["--set", &ahead, "--trace", &trace];
+        blockstreamer(&words(&model, &data, &out, &[&run[..], &more].concat())).ok();
+        events(&trace)
+    };
+    // Two blocks ahead of the one in use.
+    let ahead = traced(2);
+    for kind in ["reads", "copies"] {
+        let (num_events, overlapping) = num_overlapping(&ahead, kind);
+        assert!(num_events > 100, "{num_events} {kind}");
+        assert!(overlapping * 10 > num_events, "{overlapping} of {num_events} {kind}");
+    }
+    // With one slot a block comes when the visit of the one before is over: a file that showed an overlap
+    // all the same would show nothing.
+    let (num_events, overlapping) = num_overlapping(&traced(0), "copies");
+    assert!(num_events > 100 && overlapping == 0, "{overlapping} of {num_events} copies");
+}
+
+#[test]
+fn a_trace_that_cannot_be_written_after_all_costs_the_trace_and_not_the_run() {
+    let folder = Folder::new();
+    let (trace, run) = (folder.path("trace.json"), folder.path("run"));
+    // Many small chunks: the trace is larger than any file of the run.
+    let chunks = ["--set", "stream.chunk=512", "--set", "lora.rank=2", "--set", "steps=4"];
+    let data = rows();
+    let words = words(model(), &data, &run, &[&chunks[..], &["--trace", &trace]].concat());
+    let finished = limited(&words, 400).ok();
+    for said in ["trace.json was not written", "File too large"] {
+        assert!(finished.stderr.contains(said), "{}", finished.stderr);
+    }
+    assert_eq!(names(&run), ["adapter", "checkpoints", "config.toml", "metrics.jsonl"]);
+    assert_eq!(names(format!("{run}/checkpoints")), ["step-00000004"]);
+    assert_eq!((metrics(&run).len(), names(folder.path(""))), (4, vec!["run".to_owned()]));
 }
 
 #[test]

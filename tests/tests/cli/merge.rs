@@ -184,6 +184,16 @@ fn packed_experts_compute_merged_in_bf16_what_they_compute_adapted_and_in_mxfp4_
     assert!(
         !config("bf16").unwrap().contains("mxfp4") && config("mxfp4").unwrap().contains("mxfp4")
     );
+
+    // What is far below a step of the codes is lost, which is said; nothing else moves.
+    let slight = folder.path("slight");
+    let extra = [&extra[..], &["--set", "steps=1", "--set", "learning_rate=1e-6"]].concat();
+    blockstreamer(&words(&model, &data, &slight, &extra)).ok();
+    let (adapter, out) = (format!("{slight}/adapter"), folder.path("lost"));
+    let words = ["merge", &model, "--adapter", &adapter, "--out", &out, "--experts", "mxfp4"];
+    let merged = blockstreamer(&words).ok();
+    assert!(merged.stderr.contains("has lost") && merged.stderr.contains("--experts bf16"));
+    assert_eq!(loss(&[&out]), before);
 }
 
 /// Merges without starting the program.

@@ -73,11 +73,47 @@ fn budgets_that_are_too_small_say_what_would_do() {
         &["--vram", "4GiB", "--ram", "1MiB"],
         &["1.00 MiB of host memory", "MiB for reads", "--ram"],
     );
+    let chunks = ["--set", "stream.num_chunks=1000000", "--ram", "1GiB"];
+    Folder::new().train("run", &chunks).failed(&[
+        "1.00 GiB of memory",
+        "--ram",
+        "stream.num_chunks",
+    ]);
     failed(&["--mode", "full"], &["--mode full", "not there yet", "--mode lora"]);
     failed(&["--tokens", "0"], &["--tokens"]);
     failed(&["--top-fraction", "1.5"], &["1.5"]);
     let train = Folder::new().train("run", &["--vram", "1MB", "--set", "stream.tier=auto"]);
-    train.failed(&["976.56 KiB of device memory", "the least that works is", "--vram"]);
+    train.failed(&["976.56 KiB of memory", "the least that works is", "--vram"]);
+}
+
+/// What a refused plan says would do, in bytes as far as it is printed.
+#[track_caller]
+fn least_that_works(words: &[&str]) -> f64 {
+    let refused = blockstreamer(words).failed(&["the least that works is"]).stderr;
+    let (_, least) = refused.split_once("the least that works is ").unwrap();
+    let mut words = least.split(' ');
+    let (number, unit) = (words.next().unwrap(), words.next().unwrap());
+    let shift = ["B", "KiB", "MiB", "GiB"].iter().position(|name| *name == unit).unwrap();
+    number.parse::<f64>().unwrap() * f64::from(1 << (10 * shift))
+}
+
+#[test]
+fn the_least_that_works_is_that_of_the_cut_which_needs_the_least() {
+    let folder = Folder::new();
+    let model = folder.path("model");
+    blockstreamer(&["synth", "gpt-oss:tiny", "--out", &model]).ok();
+    let all_groups = ["1", "2", "4", "8"];
+    let mut best = Vec::new();
+    // With few tokens small blocks need the least, with many few of them: each keeps a sum.
+    for tokens in ["1", "100000"] {
+        let plan = ["plan", &model, "--ram", "1MiB", "--tokens", tokens];
+        let of_cut = |groups| least_that_works(&[&plan[..], &["--expert-groups", groups]].concat());
+        let least = all_groups.map(of_cut);
+        let fewest = least.iter().copied().fold(f64::INFINITY, f64::min);
+        assert_eq!(least_that_works(&plan), fewest, "{tokens}: {least:?}");
+        best.push(least.iter().position(|bytes| *bytes == fewest).unwrap());
+    }
+    assert!(best[0] > best[1], "{best:?}");
 }
 
 #[test]
@@ -110,14 +146,16 @@ fn training_by_a_plan_moves_what_was_planned_and_gives_the_bits_of_training_from
     let bytes = |name: &str| device[name].as_u64().unwrap();
     assert!(tiers(&all).iter().all(|tier| tier == "device"), "{all}");
     let block = used_blocks(&all).next().unwrap()["image_bytes"].as_u64().unwrap();
-    let others = bytes("resident_bytes") + bytes("working_set_bytes");
+    let others = bytes("resident_bytes") + bytes("working_set_bytes") + bytes("staging_bytes");
     let mut num_kept = Vec::new();
     // One slot; three slots; three slots and two blocks that stay; all but the graphs.
     for (name, num_blocks) in [("one", 1), ("three", 3), ("five", 5), ("all", 100)] {
         let memory = (others + (num_blocks * block).min(bytes("kept_bytes"))).to_string();
         let report = planned(&memory);
         let run = train(name, &["--ram", &memory, "--set", "stream.tier=auto"]);
-        assert!(run.stderr.contains("device memory"), "{}", run.stderr);
+        for said in ["device memory", "s per step, as long as"] {
+            assert!(run.stderr.contains(said), "{name}, {said}: {}", run.stderr);
+        }
         assert_eq!(adapter_bytes(&folder.path(name)), wanted, "{name}");
         // What is read ahead for the next step counts in the step during which it arrives.
         let lines = metrics(&folder.path(name));

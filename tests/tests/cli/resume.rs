@@ -68,6 +68,40 @@ fn a_run_with_experts_goes_on_as_they_were_cut() {
 }
 
 #[test]
+fn a_run_keeps_the_date_that_its_template_prints() {
+    let folder = Folder::new();
+    let (dated, data) = (folder.path("dated"), rows());
+    fs::create_dir(&dated).unwrap();
+    for file in fs::read_dir(model()).unwrap().map(Result::unwrap) {
+        fs::copy(file.path(), format!("{dated}/{}", file.file_name().to_str().unwrap())).unwrap();
+    }
+    let template = format!("{dated}/chat_template.jinja");
+    let own = fs::read_to_string(&template).unwrap();
+    fs::write(&template, format!("{{{{- strftime_now('%Y-%m-%d') -}}}}{own}")).unwrap();
+    let train = |out: &str, extra: &[&str]| {
+        let settings = ["--set", "data.overflow=truncate", "--set", "sequence_length=256"];
+        let out = folder.path(out);
+        blockstreamer(&words(&dated, &data, &out, &[&settings[..], extra].concat()))
+    };
+    let on = |day| ["--set", "steps=2", "--set", day];
+    train("straight", &on("data.date=2020-01-01")).ok();
+    train("parts", &["--set", "steps=1", "--set", "data.date=2020-01-01"]).ok();
+    train("parts", &["--set", "steps=2", "--resume"]).ok();
+    assert_eq!(losses(&folder.path("straight")), losses(&folder.path("parts")));
+    // Another day is another run, and today's is kept without being asked for.
+    train("parts", &["--resume", "--set", "steps=3", "--set", "data.date=2020-01-02"])
+        .failed(&["data differs from", "config.toml"]);
+    train("today", &["--set", "steps=2"]).ok();
+    assert_ne!(losses(&folder.path("straight")), losses(&folder.path("today")));
+    let text = fs::read_to_string(folder.path("today/config.toml")).unwrap();
+    assert!(text.contains("date = \"20"), "{text}");
+    // One that began before dates were kept goes on without.
+    let undated: Vec<_> = text.lines().filter(|line| !line.starts_with("date = ")).collect();
+    fs::write(folder.path("today/config.toml"), undated.join("\n")).unwrap();
+    train("today", &["--set", "steps=3", "--resume"]).ok();
+}
+
+#[test]
 fn a_killed_run_goes_on_where_it_was() {
     let folder = Folder::new();
     let run = folder.path("killed");

@@ -101,5 +101,40 @@ fn blocks_are_striped_over_several_folders() {
     folder.train("striped", &["--set", "steps=1", "--set", &setting]).ok();
     folder.train("plain", &["--set", "steps=1"]).ok();
     assert_eq!(losses(&folder.path("striped")), losses(&folder.path("plain")));
-    blockstreamer(&["shard", model(), "--out", &both, "--verify"]).ok();
+    let verify = |out: &str| blockstreamer(&["shard", model(), "--out", out, "--verify"]);
+    assert!(verify(&both).ok().stdout.contains("hold the bytes of this model"));
+    verify(&a).ok();
+    // Folders that are not checked are not called whole.
+    let other = folder.path("other");
+    verify(&format!("{a},{other}")).failed(&[&a, "striped over", &b]);
+    verify(&b).failed(&[&b, "stripes of the shards in", &a]);
+    // Another model gets no folder that these use.
+    let tiny = folder.path("tiny");
+    blockstreamer(&["synth", "qwen3-vl:tiny", "--out", &tiny, "--seed", "7"]).ok();
+    for out in [format!("{other},{b}"), b.clone(), format!("{other},{a}")] {
+        let holds = "which would be overwritten";
+        blockstreamer(&["shard", &tiny, "--out", &out]).failed(&[holds, "another folder"]);
+    }
+    verify(&both).ok();
+}
+
+#[test]
+fn a_model_that_changed_where_the_identity_does_not_look_is_found_by_verify() {
+    let folder = Folder::new();
+    let (model, shards) = (folder.model(), folder.path("shards"));
+    let shard =
+        |extra: &[&str]| blockstreamer(&[&["shard", &model, "--out", &shards], extra].concat());
+    shard(&[]).ok();
+    let path = format!("{model}/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    // The identity looks at 32 places of 4,096 bytes from the first byte to the last; this is amid two of them.
+    let step = (bytes.len() - 4096) / 31;
+    assert!(step > 8192, "the model is too small for this test");
+    bytes[20 * step + (step + 4096) / 2] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let report = shard(&["--verify"]);
+    assert_eq!(report.code, 1, "{}{}", report.stdout, report.stderr);
+    assert!(report.stdout.contains("match their checksum but not"), "{}", report.stdout);
+    assert!(shard(&[]).ok().stdout.contains(" 1 written"), "one block has the changed byte");
+    shard(&["--verify"]).ok();
 }

@@ -108,7 +108,13 @@ fn json_is_one_document_on_stdout_and_everything_else_is_on_stderr() {
     let family = &found["families"][1];
     assert!(family["sizes"].as_array().unwrap().contains(&"tiny".into()), "{family}");
     let doctor = blockstreamer(&["doctor", "--json"]).ok();
-    assert!(doctor.json().is_object());
+    let memory = &doctor.json()["memory"];
+    let number = |key: &str| memory[key].as_u64();
+    let may_take = number("a_run_may_take_bytes").unwrap();
+    assert!(may_take > 0 && may_take < number("total_bytes").unwrap(), "{memory}");
+    // Where a limit holds, it is a limit for runs, too.
+    let limit = number("cgroup_limit_bytes");
+    assert!(limit.is_none_or(|limit| may_take < limit), "{memory}");
     // Logs do not get between: a debug log is long, and the document is still alone.
     let mut noisy = command(&["families", "--json"]);
     noisy.env("BLOCKSTREAMER_LOG", "trace");

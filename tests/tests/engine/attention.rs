@@ -6,6 +6,7 @@ use blockstreamer_core::numerics::{AttentionKernel, attention};
 use blockstreamer_core::scope::AttentionOptions;
 use tch::{Device, Kind, Tensor};
 
+use crate::experts::assert_near;
 use crate::rig::device;
 
 const BATCH: i64 = 2;
@@ -326,6 +327,80 @@ fn long_sequences_take_far_less_memory_than_their_scores_would() {
             println!("window {window:?}, padded {is_padded}: {} MiB", peak >> 20);
             let limit = if window.is_some() { scores_bytes / 8 } else { scores_bytes / 4 };
             assert!(peak < limit, "{peak} bytes, window {window:?}, padded {is_padded}");
+        }
+    }
+}
+
+/// The last rows of a long sequence in fp32, of one row of a batch: output, and gradients of query (these rows
+/// alone), key, value and sinks for `upstream` of these rows.
+fn last_rows_by_definition(
+    leaves: &[Tensor; 4],
+    window: Option<usize>,
+    key_mask: &Tensor,
+    upstream: &Tensor,
+) -> Vec<Tensor> {
+    let num_rows = upstream.size()[2];
+    let leaf = |tensor: &Tensor| tensor.detach().to_kind(Kind::Float).set_requires_grad(true);
+    let [query, key, value, sinks] = leaves.each_ref().map(leaf);
+    let (sequence, shared) = (key.size()[2], query.size()[1] / key.size()[1]);
+    let wide = |tensor: &Tensor| tensor.repeat_interleave_self_int(shared, 1, None);
+    let places = Tensor::arange(sequence, (Kind::Int64, device()));
+    let rows = places.narrow(0, sequence - num_rows, num_rows).unsqueeze(1);
+    let mut sees = rows.ge_tensor(&places).logical_and(key_mask);
+    if let Some(window) = window {
+        sees = sees.logical_and(&(&rows - &places).lt(window as i64));
+    }
+    let last = query.narrow(2, sequence - num_rows, num_rows);
+    let scores = last.matmul(&wide(&key).transpose(2, 3)) * 0.125;
+    let scores = scores.masked_fill(&sees.logical_not(), f64::NEG_INFINITY);
+    let sink = sinks.view([1, -1, 1, 1]).expand([1, -1, num_rows, 1], false);
+    let shares = Tensor::cat(&[scores, sink], 3).softmax(-1, Kind::Float);
+    let output = shares.narrow(3, 0, sequence).matmul(&wide(&value));
+    let upstream = upstream.to_kind(Kind::Float);
+    let gradients = grad(&[&output], &[&upstream], &[&query, &key, &value, &sinks]).unwrap();
+    std::iter::once(output.detach()).chain(gradients.into_iter().map(Option::unwrap)).collect()
+}
+
+#[test]
+fn the_last_rows_of_a_long_sequence_are_those_of_the_definition_forward_and_backward() {
+    const NUM_ROWS: i64 = 64;
+    // gpt-oss's own shape where it is quick.
+    let (sequence, heads, groups) = if device().is_cuda() { (4096, 64, 8) } else { (1100, 8, 2) };
+    let kind = if device().is_cuda() { Kind::BFloat16 } else { Kind::Float };
+    let tolerance = if kind == Kind::Float { 1e-4 } else { 2e-2 };
+    let leaf = |salt, size: &[i64], range: f64| {
+        (values(salt, size) * range).to_kind(Kind::BFloat16).to_kind(kind).set_requires_grad(true)
+    };
+    let rows = |heads| [1, heads, sequence, 64];
+    let leaves = [
+        leaf(1, &rows(heads), 2.0),
+        leaf(2, &rows(groups), 2.0),
+        leaf(3, &rows(groups), 1.0),
+        leaf(4, &[heads], 3.0),
+    ];
+    let upstream = leaf(5, &[1, heads, NUM_ROWS, 64], 1.0).detach();
+    let before = upstream.new_zeros([1, heads, sequence - NUM_ROWS, 64], (kind, device()));
+    let places = Tensor::arange(sequence, (Kind::Int64, device()));
+    for window in [None, Some(128)] {
+        for is_padded in [false, true] {
+            let key_mask = places.ge(if is_padded { 700 } else { 0 });
+            let pattern = AttentionPattern {
+                causal: true,
+                key_mask: is_padded.then(|| key_mask.view([1, -1])),
+                segments: None,
+            };
+            let [query, key, value, sinks] = &leaves;
+            let options = AttentionOptions::new(0.125).window(window).sinks(sinks);
+            let kernel = AttentionKernel::Fused;
+            let output = attention(kernel, query, key, value, &pattern, &options).unwrap();
+            let whole = Tensor::cat(&[&before, &upstream], 2);
+            let gradients = grad(&[&output], &[&whole], &leaves.each_ref()).unwrap();
+            let last = output.narrow(2, sequence - NUM_ROWS, NUM_ROWS).detach();
+            let found = std::iter::once(last).chain(gradients.into_iter().map(Option::unwrap));
+            let found: Vec<_> = found.collect();
+            let wanted = last_rows_by_definition(&leaves, window, &key_mask, &upstream);
+            let what = format!("window {window:?}, padded {is_padded}");
+            assert_near(&found, &wanted, tolerance, &what);
         }
     }
 }

@@ -105,7 +105,9 @@ fn merging_on_a_gpu_gives_the_weights_that_the_cpu_gives() {
         for (name, wanted) in wanted.iter() {
             let found = found.get(name).unwrap();
             assert_eq!((found.kind(), found.size()), (wanted.kind(), wanted.size()), "{name}");
-            assert_ne!(Some(found), tensors.find(name), "{name} has not changed");
+            // The scales of packed experts need not.
+            let is_scales = name.ends_with("_scales");
+            assert!(is_scales || Some(found) != tensors.find(name), "{name} has not changed");
             // A sum of another order may fall on the other side of a rounding, seldom.
             let apart = found.ne_tensor(wanted).to_kind(Kind::Double).mean(Kind::Double);
             assert!(apart.double_value(&[]) < 5e-3, "{name}: {}", apart.double_value(&[]));

@@ -100,3 +100,44 @@ fn every_visit_of_a_trace_comes_after_the_copy_of_its_block() {
     assert!(num_checked > NUM_BLOCKS, "{num_checked} of {}", copies.len());
     assert!(spans.iter().all(|span| span.start_ms >= 0.0 && span.end_ms >= span.start_ms));
 }
+
+/// Shares of wall time over a few steps on `source`: the driving thread's, and those of copies.
+fn shares(model: &ToyModel, source: Arc<dyn BlockSource>, tokens: i64) -> (f64, f64) {
+    let blocks: Vec<_> = (0..model.parts.len()).collect();
+    let executor =
+        executor(model, source, Some(Box::new(probe(&blocks, 0.0))), options(Kind::Float, 2));
+    let ids = Tensor::arange(tokens, (Kind::Int64, Device::Cpu)).remainder(11).view([1, tokens]);
+    let batch = Batch { labels: Some(ids.copy()), ..Batch::new(ids) };
+    let step = |step| {
+        let options = StepOptions { step, another_follows: true, ..StepOptions::default() };
+        executor.train_step(std::slice::from_ref(&batch), options, &mut Gradients::new()).unwrap()
+    };
+    executor.loss_value(&step(0)).unwrap();
+    let (before, start) = (executor.stats().unwrap(), std::time::Instant::now());
+    let mut last = step(1);
+    for number in 2..6 {
+        let next = step(number);
+        executor.loss_value(&std::mem::replace(&mut last, next)).unwrap();
+    }
+    executor.loss_value(&last).unwrap();
+    let (after, seconds) = (executor.stats().unwrap(), start.elapsed().as_secs_f64());
+    let share = |ms: f64| ms / seconds / 1e3;
+    (share(after.host_ms - before.host_ms), share(after.h2d_ms - before.h2d_ms))
+}
+
+#[test]
+fn the_host_is_busy_while_the_device_waits_for_launches_and_not_while_launches_wait_for_copies() {
+    // Blocks of few values: the device has done a launch before the next one comes.
+    let small = ToyModel { parts: vec![Part::Mlp(8); 12] };
+    let (host, _) = shares(&small, ram(&small), 4);
+    // On the CPU what is computed is not the host's: what is left is little work between large visits.
+    let (inner, tokens) = if device().is_cuda() { (2_000_000, 4) } else { (20_000, 64) };
+    let large = ToyModel { parts: vec![Part::Mlp(inner); 8] };
+    let (host_of_large, copies) = shares(&large, ram(&large), tokens);
+    println!("host {host:.3}; beside copies {copies:.3}, host {host_of_large:.3}");
+    assert!(host_of_large < 0.3, "{host_of_large}");
+    if device().is_cuda() {
+        assert!(host > 0.6, "{host}");
+        assert!(copies > 0.6, "{copies}");
+    }
+}

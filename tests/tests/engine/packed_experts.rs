@@ -335,3 +335,44 @@ fn packed_experts_and_biases_that_do_not_fit_are_refused_by_name() {
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");
     }
 }
+
+#[test]
+fn every_kernel_expands_every_code_with_every_scale_exactly() {
+    const WIDTH: i64 = 64;
+    // Scale 8 and more: six times the smallest code is normal. Up to 249: six times the largest is finite.
+    let scales: Vec<u8> = (0..=255).map(|scale: u8| scale.clamp(8, 249)).collect();
+    let codes: Vec<u8> = (0..16).map(|b| (b * 2 % 16) | ((b * 2 + 1) % 16) << 4).collect();
+    let bytes =
+        |values: &[u8], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device());
+    let down =
+        Mxfp4::new(bytes(&codes.repeat(256), &[2, WIDTH, 2, 16]), bytes(&scales, &[2, WIDTH, 2]))
+            .unwrap();
+    // Token i has a 1 at i. Its gate is 6 there, and 0 elsewhere, as is the other half: the activation is 6.
+    let eye = Tensor::eye(WIDTH, (Kind::Float, device()));
+    let gate_up = Tensor::stack(&[&eye * 6.0, eye.zeros_like()], 1).view([1, 2 * WIDTH, WIDTH]);
+    let gate_up = Mxfp4::pack(&gate_up.repeat([2, 1, 1])).unwrap();
+    let routing = Routing {
+        experts: Tensor::arange(2 * WIDTH, (Kind::Int64, device()))
+            .divide_scalar_mode(WIDTH, "floor")
+            .view([-1, 1]),
+        weights: Tensor::ones([2 * WIDTH, 1], (Kind::BFloat16, device())),
+    };
+    let x = eye.repeat([2, 1]).to_kind(Kind::BFloat16);
+    let shape = ExpertShape { experts: 0..2, gate_up: GateUp::Interleaved, activation: ACTIVATION };
+    let stack = |packed: &Mxfp4| ExpertStack {
+        weight: ExpertWeight::Packed(
+            Mxfp4::new(packed.blocks().shallow_clone(), packed.scales().shallow_clone()).unwrap(),
+        ),
+        bias: None,
+        factors: None,
+    };
+    // [2 experts, out, in] to one row per token.
+    let wanted = down.unpack(Kind::Double).unwrap().transpose(1, 2).reshape([-1, WIDTH]) * 6.0;
+    for kernel in [ExpertKernel::Loop, ExpertKernel::Grouped, ExpertKernel::Fused] {
+        let (gate_up, down) = (stack(&gate_up), stack(&down));
+        let call = ExpertCall { x: &x, routing: &routing, shape: &shape, gate_up, down, sum: None };
+        let found = experts(kernel, &call).unwrap().to_kind(Kind::Double);
+        let num_wrong = found.ne_tensor(&wanted).sum(Kind::Int64).int64_value(&[]);
+        assert_eq!(num_wrong, 0, "{kernel:?}: {} numbers", wanted.numel());
+    }
+}

@@ -7,6 +7,7 @@ use blockstreamer_core::block::{BlockIndex, Placement};
 use blockstreamer_core::device::HostBuffer;
 use blockstreamer_core::execute::{Executor, ExecutorOptions, Gradients, Residency, StepOptions};
 use blockstreamer_core::plan::{Demand, Itinerary, Pass, Plan, PlanRequest, Rates, Tier, Traffic};
+use blockstreamer_core::read::ReadMethod;
 use blockstreamer_core::source::{BlockSource, TieredSource};
 use blockstreamer_tests::ToyModel;
 
@@ -145,6 +146,7 @@ fn a_run_by_a_plan_moves_what_the_plan_says_and_stays_within_its_device_memory()
                     device_bytes: total.min(others + kept_bytes + slots),
                     host_bytes: num_in_ram as u64 * largest,
                     staging_bytes: 0,
+                    has_one_memory: false,
                     demand: &demand,
                     rates: Rates { disk_gb_per_s: Some(1.0), ..Rates::default() },
                     only: None,
@@ -152,7 +154,8 @@ fn a_run_by_a_plan_moves_what_the_plan_says_and_stays_within_its_device_memory()
                 .unwrap();
                 let reserve = |num_bytes| HostBuffer::for_device(num_bytes, device());
                 let disk: Arc<dyn BlockSource> = disk.clone();
-                let source = TieredSource::load(disk, &plan.in_ram, reserve).unwrap();
+                let source =
+                    TieredSource::load(disk, &plan.in_ram, ReadMethod::Auto, reserve).unwrap();
                 let num_slots = plan.num_slots.max(1);
                 let executor =
                     trainer(&model, Arc::new(source), lowest, num_slots, plan.residency());

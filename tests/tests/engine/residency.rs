@@ -135,4 +135,5 @@ fn a_slow_source_shows_as_waiting_of_the_host_and_prefetching_hides_none_of_the_
 
     // The compute stream's own waiting is another number: the host's does not appear in it.
     assert!(stats.compute_wait_ms < stats.host_wait_ms, "{stats:?}");
+    assert!(stats.host_ms < 0.3 * stats.host_wait_ms, "{stats:?}");
 }

@@ -59,7 +59,7 @@ fn what_is_read_is_never_replaced() {
 #[test]
 fn an_earlier_merge_is_replaced_and_so_is_what_a_killed_one_left() {
     let fixture = dense(ExpertLayout::InOut, Kind::BFloat16);
-    let left = fixture.folder.path().join(".out.Xy12.partial");
+    let left = fixture.folder.path().join(".out.Xy12ab.partial");
     std::fs::create_dir(&left).unwrap();
     std::fs::write(left.join("model.safetensors"), "half").unwrap();
     fixture.merge(|_| {}).unwrap();

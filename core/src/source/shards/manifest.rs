@@ -1,16 +1,20 @@
 //! What a folder of shards says of itself.
 
+use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::claim::Claim;
 use crate::block::BlockSpec;
 use crate::checkpoint::check_streamed_first;
 use crate::error::{Error, Result};
 
 /// Name of the manifest in its folder.
 pub const MANIFEST_FILE: &str = "manifest.json";
+/// Notes the finished blocks until the manifest does.
+pub(super) const JOURNAL_FILE: &str = "manifest.journal";
 /// Version of manifest and files. Other versions are refused.
 pub const SHARD_VERSION: u32 = 2;
 /// Size of a stripe: bytes of an image that lie together and share a checksum. Reads that start and end on multiples of it (or at the
@@ -64,11 +68,17 @@ impl Manifest {
     /// [`Error::File`] when there is none, it is damaged, or another version wrote it.
     pub fn read(directory: &Path) -> Result<Self> {
         let path = directory.join(MANIFEST_FILE);
-        let text = match std::fs::read(&path) {
+        let text = match fs::read(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                let message = format!(
-                    "holds no {MANIFEST_FILE}: no shards were written here, or the writing was interrupted; write them (again)"
-                );
+                let message = match Claim::read(directory)? {
+                    Some(claim) => format!(
+                        "holds stripes of the shards in {}; name that folder",
+                        claim.home.display()
+                    ),
+                    None => format!(
+                        "holds no {MANIFEST_FILE}: no shards were written here, or the writing was interrupted; write them (again)"
+                    ),
+                };
                 return Err(Error::file(directory, message));
             }
             result => result.map_err(Error::io("read", &path))?,
@@ -109,6 +119,15 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Whether the folders are `directories`, which are canonical paths, when the manifest's is `home`.
+    pub(super) fn is_over(&self, home: &Path, directories: &[PathBuf]) -> bool {
+        let same = |(listed, wanted): (&PathBuf, &PathBuf)| {
+            fs::canonicalize(home.join(listed)).is_ok_and(|found| found == *wanted)
+        };
+        self.directories.len() == directories.len()
+            && self.directories.iter().zip(directories).all(same)
+    }
+
     /// Refuses shards of another checkpoint or layout than `expected`, if one is given.
     pub(super) fn check_identity(&self, directory: &Path, expected: Option<&str>) -> Result<()> {
         match expected.filter(|expected| *expected != self.identity) {
@@ -122,6 +141,15 @@ impl Manifest {
             }
         }
     }
+}
+
+/// Whether a manifest that cannot be used is an old or damaged one of ours.
+///
+/// # Errors
+/// [`Error::Io`].
+pub(super) fn is_ours(path: &Path) -> Result<bool> {
+    let text = fs::read(path).map_err(Error::io("read", path))?;
+    Ok(String::from_utf8_lossy(&text).contains(&format!("\"{FORMAT}\"")))
 }
 
 impl ShardEntry {

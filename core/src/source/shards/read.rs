@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::manifest::{CHUNK_BYTES, Manifest};
-use super::stripes::{BlockFiles, directories};
+use super::stripes::{self, BlockFiles};
 use super::write::ShardProgress;
 use crate::block::{BlockIndex, BlockSpec};
 use crate::error::{Error, Result};
@@ -29,11 +29,11 @@ impl ShardSource {
     ///
     /// # Errors
     /// [`Error::File`] when the manifest is missing, damaged, of another version or of another checkpoint,
-    /// a folder is missing, or a file has the wrong size; [`Error::Io`] when a file is missing.
+    /// a folder is missing or holds stripes of other shards, or a file has the wrong size; [`Error::Io`] when a file is missing.
     pub fn open(directory: &Path, expected_identity: Option<&str>) -> Result<Self> {
         let manifest = Manifest::read(directory)?;
         manifest.check_identity(directory, expected_identity)?;
-        let directories = directories(&manifest, directory)?;
+        let directories = stripes::directories(&manifest, directory)?;
         let (mut shards, mut first_files, mut num_files) = (Vec::new(), Vec::new(), 0);
         for (block, entry) in manifest.blocks.iter().enumerate() {
             let files = BlockFiles::open(entry, block, &directories)?;
@@ -121,7 +121,7 @@ impl BlockSource for ShardSource {
     }
 }
 
-/// A block of which a file is missing or damaged.
+/// A block whose shards are not what they should be.
 #[derive(Debug)]
 pub struct Damage {
     /// Name of the block.
@@ -130,30 +130,53 @@ pub struct Damage {
     pub reason: Error,
 }
 
-/// Reads every shard of the folder `directory` and returns the damaged blocks.
-/// `expected_identity` is that of [`ShardSource::open`].
+/// Reads every shard of `directories` and every block of `source`, and returns the blocks of which a file is missing
+/// or damaged or holds other bytes than `source`.
+///
+/// `identity` is that of the checkpoint behind `source`, as for [`write_shards`](super::write_shards).
+/// `directories` are the folders that [`write_shards`](super::write_shards) was given, or the first of them.
 ///
 /// # Errors
-/// As [`Manifest::read`]; [`Error::File`] when the shards are of another checkpoint or a folder is
-/// missing.
+/// As [`Manifest::read`]; [`Error::File`] when the shards are of another checkpoint or layout, are striped
+/// over other folders, or a folder is missing; [`Error::Usage`] without directories; whatever `source` returns.
 pub fn verify_shards(
-    directory: &Path,
-    expected_identity: Option<&str>,
+    source: &dyn BlockSource,
+    identity: &str,
+    directories: &[PathBuf],
     progress: &mut dyn FnMut(ShardProgress<'_>),
 ) -> Result<Vec<Damage>> {
-    let manifest = Manifest::read(directory)?;
-    manifest.check_identity(directory, expected_identity)?;
+    let Some(home) = directories.first() else {
+        return Err(Error::usage("shards are checked in at least one folder"));
+    };
+    let manifest = Manifest::read(home)?;
+    manifest.check_identity(home, Some(identity))?;
+    let listed = stripes::directories(&manifest, home)?;
+    let given: Vec<_> = directories.iter().filter_map(|path| path.canonicalize().ok()).collect();
+    if directories.len() > 1 && !manifest.is_over(home, &given) {
+        let listed: Vec<_> = manifest.directories.iter().map(|path| home.join(path)).collect();
+        let message = format!(
+            "its shards are striped over {}, not over the folders given; name these, in this order",
+            names(&listed)
+        );
+        return Err(Error::file(home, message));
+    }
+    if !manifest.blocks.iter().map(|entry| &entry.block).eq(source.blocks()) {
+        let message = "its shards have other blocks than the model; write them again";
+        return Err(Error::file(home, message));
+    }
     let total_bytes = manifest.blocks.iter().map(|entry| entry.block.image_bytes as u64).sum();
-    let directories = directories(&manifest, directory)?;
     let (mut damaged, mut done_bytes) = (Vec::new(), 0);
     for (block, entry) in manifest.blocks.iter().enumerate() {
-        let verified =
-            BlockFiles::open(entry, block, &directories).and_then(|files| files.verify());
-        if let Err(reason) = verified {
-            damaged.push(Damage { block: entry.block.name.clone(), reason });
-        }
+        let found = stripes::find_damage(source, block, entry, &listed)?;
+        damaged.extend(found.map(|reason| Damage { block: entry.block.name.clone(), reason }));
         done_bytes += entry.block.image_bytes as u64;
         progress(ShardProgress { block: &entry.block.name, done_bytes, total_bytes });
     }
     Ok(damaged)
+}
+
+/// The folders as people write them after `--out`, without the `.` that stands for the manifest's own.
+fn names(directories: &[PathBuf]) -> String {
+    let name = |path: &PathBuf| path.components().collect::<PathBuf>().display().to_string();
+    directories.iter().map(name).collect::<Vec<_>>().join(",")
 }

@@ -9,10 +9,12 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use super::claim::check_claims;
 use super::manifest::{CHUNK_BYTES, Manifest, ShardEntry};
+use crate::block::BlockIndex;
 use crate::checkpoint::{open, read_exact_at};
 use crate::error::{Error, Result};
-use crate::source::{Extent, push_extent};
+use crate::source::{BlockSource, Extent, push_extent};
 
 /// Files are padded to a multiple of this, so that they can be read past the page cache.
 const FILE_ALIGNMENT_BYTES: usize = 4096;
@@ -147,14 +149,6 @@ impl BlockFiles {
         Err(Error::file(&self.place(stripe).0.path, message))
     }
 
-    /// Reads the whole image and compares every checksum.
-    pub(super) fn verify(&self) -> Result<()> {
-        let mut buffer = vec![0; CHUNK_BYTES.min(self.entry.block.image_bytes)];
-        (0..self.stripes.num_stripes()).try_for_each(|stripe| {
-            self.read_checked(stripe, &mut buffer[..self.range(stripe).len()])
-        })
-    }
-
     /// Where the image lies, when the files of this block are numbered from `first_file` on.
     pub(super) fn extents(&self, first_file: usize) -> Vec<Extent> {
         let mut extents = Vec::new();
@@ -183,10 +177,51 @@ impl BlockFiles {
     }
 }
 
-/// The folders of `manifest` as the system finds them, all of which must exist.
+/// What is wrong with the shards of block number `block` of `source`, which `entry` describes: a file is missing
+/// or damaged, or holds other bytes than `source` does. Both are read whole.
 ///
 /// # Errors
-/// [`Error::File`] naming the one that is missing.
+/// Whatever `source` returns.
+pub(super) fn find_damage(
+    source: &dyn BlockSource,
+    block: usize,
+    entry: &ShardEntry,
+    directories: &[PathBuf],
+) -> Result<Option<Error>> {
+    let files = match BlockFiles::open(entry, block, directories) {
+        Ok(files) => files,
+        Err(reason) => return Ok(Some(reason)),
+    };
+    let mut found = vec![0; CHUNK_BYTES.min(entry.block.image_bytes)];
+    let mut expected = found.clone();
+    for stripe in 0..files.stripes.num_stripes() {
+        let range = files.range(stripe);
+        let found = &mut found[..range.len()];
+        let expected = &mut expected[..range.len()];
+        if let Err(reason) = files.read_checked(stripe, found) {
+            return Ok(Some(reason));
+        }
+        source
+            .read(BlockIndex(block), range.clone(), expected)
+            .map_err(|error| error.in_block(&entry.block.name))?;
+        if found != expected {
+            let message = format!(
+                "bytes {} to {} of block '{}' match their checksum but not the {}, changed since; if these are right, write the shards again",
+                range.start,
+                range.end,
+                entry.block.name,
+                source.describe()
+            );
+            return Ok(Some(Error::file(&files.place(stripe).0.path, message)));
+        }
+    }
+    Ok(None)
+}
+
+/// The folders of `manifest` as the system finds them, all of which must exist and hold its stripes.
+///
+/// # Errors
+/// [`Error::File`] naming the one that is missing or holds others.
 pub(super) fn directories(manifest: &Manifest, home: &std::path::Path) -> Result<Vec<PathBuf>> {
     let find = |directory: &PathBuf| {
         let path = home.join(directory);
@@ -199,5 +234,7 @@ pub(super) fn directories(manifest: &Manifest, home: &std::path::Path) -> Result
         );
         Err(Error::file(path, message))
     };
-    manifest.directories.iter().map(find).collect()
+    let directories = manifest.directories.iter().map(find).collect::<Result<Vec<_>>>()?;
+    check_claims(manifest, &directories)?;
+    Ok(directories)
 }

@@ -1,7 +1,7 @@
 //! Writing shards, so that an interruption costs at most one block.
 //!
 //! Every finished block is noted in a journal beside the manifest-to-be. A later run keeps the blocks that
-//! journal or manifest vouch for and whose checksums still match. The manifest comes last: without one,
+//! journal or manifest vouch for and which still hold the bytes of the source. The manifest comes last: without one,
 //! a folder is no folder of shards.
 
 use std::collections::BTreeMap;
@@ -11,15 +11,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::{CHUNK_BYTES, MANIFEST_FILE, Manifest, ShardEntry};
-use super::stripes::{BlockFiles, Stripes};
+use super::claim::{check_free, claim};
+use super::manifest::{CHUNK_BYTES, JOURNAL_FILE, MANIFEST_FILE, Manifest, ShardEntry, is_ours};
+use super::stripes::{Stripes, find_damage};
 use crate::block::BlockIndex;
 use crate::checkpoint::atomic::{AtomicFile, remove_partials, write_file};
 use crate::error::{Error, Result};
 use crate::source::BlockSource;
-
-/// Notes the finished blocks until the manifest does.
-const JOURNAL_FILE: &str = "manifest.journal";
 
 /// How far the writing or verifying has come.
 #[derive(Debug, Clone, Copy)]
@@ -66,8 +64,8 @@ struct Finished {
 /// ([`Layout::identity`](crate::checkpoint::Layout::identity)).
 ///
 /// # Errors
-/// [`Error::Usage`] without directories; [`Error::File`] when one is given twice or holds another kind
-/// of `manifest.json`; [`Error::Io`], for example when the disk is full; whatever `source` returns. What
+/// [`Error::Usage`] without directories; [`Error::File`] when one is given twice, holds another kind
+/// of `manifest.json`, or holds other shards than those whose manifest is in the first; [`Error::Io`], for example when the disk is full; whatever `source` returns. What
 /// was finished before is kept for the next run, and no half-written file has a shard's name.
 pub fn write_shards(
     source: &dyn BlockSource,
@@ -90,7 +88,9 @@ pub fn write_shards(
             return Err(Error::file(directory, "is given twice; name every folder once"));
         }
     }
+    check_free(&absolute)?;
     let vouched = vouched_blocks(first, identity, &absolute)?;
+    claim(&absolute, identity)?;
 
     let mut journal = Journal::open(first)?;
     let total_bytes = source.blocks().iter().map(|spec| spec.image_bytes as u64).sum();
@@ -100,19 +100,20 @@ pub fn write_shards(
     for (index, spec) in source.blocks().iter().enumerate() {
         progress(ShardProgress { block: &spec.name, done_bytes, total_bytes });
         let file = format!("block-{index:05}.bin");
-        let kept = vouched.iter().find(|finished| {
+        let mut candidates = vouched.iter().filter(|finished| {
             finished.block == index
                 && finished.directories == absolute
                 && finished.entry.block == *spec
                 && finished.entry.file == file
-                && BlockFiles::open(&finished.entry, index, &absolute)
-                    .and_then(|files| files.verify())
-                    .is_ok()
         });
-        let entry = match kept {
-            Some(finished) => {
+        let kept = candidates.find_map(|Finished { entry, .. }| {
+            let damage = find_damage(source, index, entry, &absolute);
+            damage.map(|damage| damage.is_none().then_some(entry)).transpose()
+        });
+        let entry = match kept.transpose()? {
+            Some(entry) => {
                 summary.num_kept += 1;
-                finished.entry.clone()
+                entry.clone()
             }
             None => {
                 let entry = write_block(source, BlockIndex(index), &absolute, file)
@@ -153,15 +154,10 @@ fn vouched_blocks(
     let journal_path = directory.join(JOURNAL_FILE);
     let mut vouched = Vec::new();
     if manifest_path.exists() {
-        let same_folders = |manifest: &Manifest| {
-            let listed = &manifest.directories;
-            let same = |(listed, wanted): (&PathBuf, &PathBuf)| {
-                fs::canonicalize(directory.join(listed)).is_ok_and(|found| found == *wanted)
-            };
-            listed.len() == directories.len() && listed.iter().zip(directories).all(same)
-        };
         match Manifest::read(directory) {
-            Ok(manifest) if manifest.identity == identity && same_folders(&manifest) => {
+            Ok(manifest)
+                if manifest.identity == identity && manifest.is_over(directory, directories) =>
+            {
                 let entries = manifest.blocks.into_iter().enumerate();
                 vouched.extend(entries.map(|(block, entry)| Finished {
                     block,
@@ -191,12 +187,6 @@ fn vouched_blocks(
     // The latest word on a block counts.
     vouched.reverse();
     Ok(vouched)
-}
-
-/// Whether a manifest that cannot be used is an old or damaged one of ours.
-fn is_ours(path: &Path) -> Result<bool> {
-    let text = fs::read(path).map_err(Error::io("read", path))?;
-    Ok(String::from_utf8_lossy(&text).contains("\"blockstreamer-shards\""))
 }
 
 /// Writes the files of one block, named `file` in every folder, and describes them.
@@ -265,7 +255,7 @@ impl Journal {
     }
 }
 
-fn to_json(value: &impl Serialize) -> Result<Vec<u8>> {
+pub(super) fn to_json(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(|error| {
         Error::usage(format!("cannot be written as JSON ({error}); use folder names in UTF-8"))
     })

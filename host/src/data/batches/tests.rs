@@ -17,7 +17,14 @@ fn dataset(count: usize) -> Dataset {
         })
         .collect();
     let name = "rows.jsonl".into();
-    Dataset { samples, num_skipped: 0, num_truncated: 0, name, processor: None }
+    Dataset {
+        samples,
+        num_skipped: 0,
+        num_truncated: 0,
+        unprinted: Default::default(),
+        name,
+        processor: None,
+    }
 }
 
 fn options(batch_size: usize, micro_batches: usize) -> BatchOptions {

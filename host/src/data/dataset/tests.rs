@@ -113,6 +113,12 @@ fn malformed_messages_are_refused_with_their_index() {
         &["'audio' cannot be trained on"],
     );
     refused("{\"role\": \"user\", \"content\": \"x\"}", &["no message is from the assistant"]);
+    refused("{\"role\": \"assistant\", \"tool_calls\": []}", &["has no 'content'"]);
+    for calls in ["\"tide\"", "{}", "[\"tide\"]"] {
+        let message =
+            format!("{{\"role\": \"assistant\", \"content\": \"x\", \"tool_calls\": {calls}}}");
+        refused(&message, &["messages[1]: 'tool_calls' must be a list of objects"]);
+    }
 }
 
 #[test]
@@ -264,6 +270,76 @@ fn a_template_that_never_prints_the_answer_leaves_nothing_to_learn() {
         LIMIT,
     );
     assert!(error.unwrap_err().to_string().contains("marks none"));
+}
+
+/// Reads with gpt-oss's template, which adds texts up and asks whether keys are there.
+fn read_harmony(row: &serde_json::Value) -> Result<Dataset> {
+    let (tokenizer, _) = test_model();
+    let source = include_str!("../../../../plugins/gpt-oss/src/chat_template.jinja");
+    let template = ChatTemplate::new(source, tokenizer.special_tokens()).unwrap();
+    let template = template.on(jiff::civil::date(2025, 8, 5));
+    let options = DatasetOptions { sequence_length: 1024, ..LIMIT };
+    let text = format!("{row}\n{row}");
+    Dataset::read(text.as_bytes(), Path::new("x"), &tokenizer, Some(&template), None, options)
+}
+
+#[test]
+fn lists_of_texts_are_joined_for_a_model_without_pictures() {
+    let text = |text: &str| serde_json::json!({"type": "text", "text": text});
+    let row = |question: serde_json::Value, answer: serde_json::Value| {
+        serde_json::json!({"messages": [{"role": "system", "content": question},
+            {"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    };
+    let joined = read_harmony(&row("one two".into(), "".into())).unwrap();
+    let parts = row([text("one "), text("two")].as_slice().into(), serde_json::json!([]));
+    assert_eq!(read_harmony(&parts).unwrap().samples, joined.samples);
+    let picture = row(serde_json::json!([{"type": "image", "image": "a.png"}]), "x".into());
+    let error = read_harmony(&picture).unwrap_err().to_string();
+    assert!(error.contains("messages[0].content[0]: this model takes no pictures"), "{error}");
+}
+
+#[test]
+fn what_a_tool_gave_back_stays_a_list_of_texts() {
+    let row = serde_json::json!({"messages": [
+        {"role": "user", "content": "How high?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "tide", "arguments": {}}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}]}]});
+    let sample = &read_harmony(&row).unwrap().samples[0];
+    let text = test_model().0.decode(&sample.ids, false).unwrap();
+    assert!(text.contains("<|message|>[{\"type\": \"text\", \"text\": \"4\"}]<|end|>"), "{text}");
+}
+
+#[test]
+fn an_empty_list_of_calls_counts_as_none() {
+    let row = |calls: serde_json::Value| {
+        serde_json::json!({"messages": [{"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "tool_calls": calls}]})
+    };
+    let without = read_harmony(&row(serde_json::Value::Null)).unwrap();
+    assert_eq!(read_harmony(&row(serde_json::json!([]))).unwrap().samples, without.samples);
+}
+
+#[test]
+fn what_a_template_leaves_out_is_told_with_the_lines_of_the_rows_that_are_used() {
+    let row = |answer: &str| {
+        serde_json::json!({"messages": [
+            {"role": "user", "content": "a"}, {"role": "system", "content": "b"},
+            {"role": "assistant", "channel": "analysis", "content": "c"},
+            {"role": "assistant", "channel": "final", "content": answer},
+            {"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]})
+    };
+    let warnings: Vec<_> = read_harmony(&row("d")).unwrap().unprinted.warnings().collect();
+    let [content, reasoning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(content.contains("some texts of messages (2; lines 1, 2): "), "{content}");
+    assert!(reasoning.contains("some texts of reasoning (2; lines 1, 2): "), "{reasoning}");
+    let commentary = serde_json::json!({"messages": [
+        {"role": "assistant", "channel": "commentary", "content": "x"},
+        {"role": "assistant", "content": "y"}]});
+    let error = read_harmony(&commentary).unwrap_err().to_string();
+    assert!(
+        error.starts_with("x, line 1: messages[0]: ") && error.contains("'commentary'"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -113,6 +113,14 @@ fn special_tokens_and_the_date_are_at_hand() {
     assert!(year >= 2025);
     let error = template("{{ strftime_now('%E') }}").unwrap().render(&greeting(), false);
     assert!(error.unwrap_err().to_string().contains("%E"));
+    // As Python's datetime prints it.
+    let every = "{{ strftime_now('%Y-%m-%d %H:%M:%S %a %A %b %B %-d %I %p %y %% %F %T') }}";
+    let leap_day = template(every).unwrap().on(jiff::civil::date(2024, 2, 29));
+    let text = leap_day.render(&greeting(), false).unwrap().text;
+    assert_eq!(
+        text,
+        "2024-02-29 00:00:00 Thu Thursday Feb February 29 12 AM 24 % 2024-02-29 00:00:00"
+    );
 }
 
 #[test]
