@@ -18,11 +18,22 @@ const WEIGHTS: &str = "routed.weights";
 /// What the groups of experts so far put out.
 const SUM: &str = "routed.sum";
 
+/// Some of a layer's experts, in one block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertGroup {
+    /// Place among the groups of the layer.
+    pub number: usize,
+    /// Which of the layer's experts.
+    pub experts: Range<usize>,
+    /// Whether the layer ends with it, which [`receive`] wants to know.
+    pub is_last: bool,
+}
+
 /// The experts of a layer in `num_groups` groups of equal size, in order.
 ///
 /// # Errors
 /// [`Error::Usage`] with the usable numbers when this one does not divide `num_experts`.
-pub fn deal(num_experts: usize, num_groups: usize) -> Result<Vec<Range<usize>>> {
+pub fn deal(num_experts: usize, num_groups: usize) -> Result<Vec<ExpertGroup>> {
     let divides = |groups: &usize| num_experts.is_multiple_of(*groups);
     if num_groups == 0 || !divides(&num_groups) {
         let usable = (1..=num_experts).filter(divides).map(|groups| groups.to_string());
@@ -32,7 +43,12 @@ pub fn deal(num_experts: usize, num_groups: usize) -> Result<Vec<Range<usize>>> 
         )));
     }
     let length = num_experts / num_groups;
-    Ok((0..num_groups).map(|group| group * length..(group + 1) * length).collect())
+    let group = |number| ExpertGroup {
+        number,
+        experts: number * length..(number + 1) * length,
+        is_last: number + 1 == num_groups,
+    };
+    Ok((0..num_groups).map(group).collect())
 }
 
 /// Adds to `state`, whose [`HIDDEN`] is the residual, what the experts are to work on:

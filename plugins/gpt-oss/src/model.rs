@@ -161,8 +161,8 @@ impl Model for GptOssModel {
         })?;
         match part {
             Part::Attention { layer } => self.attend(*layer, scope, context, state),
-            Part::Experts { experts, is_last, .. } => {
-                receive(scope, "mlp.experts", &self.experts(experts), *is_last, state)
+            Part::Experts { group, .. } => {
+                receive(scope, "mlp.experts", &self.experts(&group.experts), group.is_last, state)
             }
         }
     }

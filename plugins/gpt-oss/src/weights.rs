@@ -1,9 +1,8 @@
 //! Which checkpoint tensor goes to which block under which name.
 
-use std::ops::Range;
-
 use blockstreamer_core::block::Placement;
 use blockstreamer_core::dtype::Dtype;
+use blockstreamer_core::routed::ExpertGroup;
 use blockstreamer_core::weights::ExpertLayout::InOut;
 use blockstreamer_core::weights::Role::{
     Bias, Embedding, Experts, Linear, Mxfp4Blocks, Mxfp4Scales, NormScale, Router,
@@ -17,21 +16,16 @@ use crate::config::Config;
 pub(crate) enum Part {
     /// Attention and router of a layer.
     Attention { layer: usize },
-    /// Some of its experts: the group of this number.
-    Experts { layer: usize, group: usize, experts: Range<usize>, is_last: bool },
+    /// Some of its experts.
+    Experts { layer: usize, group: ExpertGroup },
 }
 
 /// The streamed blocks in order, with the experts of every layer in these groups.
-pub(crate) fn parts(config: &Config, groups: &[Range<usize>]) -> Vec<Part> {
+pub(crate) fn parts(config: &Config, groups: &[ExpertGroup]) -> Vec<Part> {
     let mut parts = Vec::new();
     for layer in 0..config.windows.len() {
         parts.push(Part::Attention { layer });
-        parts.extend(groups.iter().enumerate().map(|(group, experts)| Part::Experts {
-            layer,
-            group,
-            experts: experts.clone(),
-            is_last: group + 1 == groups.len(),
-        }));
+        parts.extend(groups.iter().map(|group| Part::Experts { layer, group: group.clone() }));
     }
     parts
 }
@@ -46,10 +40,10 @@ pub(crate) fn table(config: &Config, parts: &[Part]) -> WeightTable {
                 let rows = [attention(config), router(config)].concat();
                 table.add(streamed("layers.{n}", *layer), *layer, &rows);
             }
-            Part::Experts { layer, group, experts, .. } => {
-                let plan = streamed(&format!("layers.{{n}}.experts.{group}"), *layer);
+            Part::Experts { layer, group } => {
+                let plan = streamed(&format!("layers.{{n}}.experts.{}", group.number), *layer);
                 let rows = if config.packed { packed(config) } else { plain(config) };
-                let part = |row: Row<'static>| row.part(experts.clone());
+                let part = |row: Row<'static>| row.part(group.experts.clone());
                 let rows: Vec<_> = rows.into_iter().map(part).collect();
                 table.add(plan.tokenwise(), *layer, &rows);
             }

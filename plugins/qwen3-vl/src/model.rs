@@ -209,8 +209,8 @@ impl Model for Qwen3VlModel {
                 let (x, normed) = self.attend(*layer, scope, context, &mut state)?;
                 moe::route(scope, experts.num_experts_per_tok, normed, state.with(HIDDEN, x))
             }
-            (Part::Experts { experts, is_last, .. }, _) => {
-                receive(scope, "mlp.experts", &moe::shape(experts), *is_last, state)
+            (Part::Experts { group, .. }, _) => {
+                receive(scope, "mlp.experts", &moe::shape(&group.experts), group.is_last, state)
             }
             (Part::Dense { layer } | Part::Router { layer }, _) => {
                 let (x, normed) = self.attend(*layer, scope, context, &mut state)?;

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use blockstreamer_core::block::Placement;
 use blockstreamer_core::dtype::Dtype;
+use blockstreamer_core::routed::ExpertGroup;
 use blockstreamer_core::weights::ExpertLayout::InOut;
 use blockstreamer_core::weights::Role::{Bias, Embedding, Experts, Linear, NormScale, Router};
 use blockstreamer_core::weights::{BlockPlan, Row, WeightTable, row};
@@ -23,12 +24,12 @@ pub(crate) enum Part {
     Dense { layer: usize },
     /// Attention and router of a decoder layer with experts.
     Router { layer: usize },
-    /// Some of its experts: the group of this number.
-    Experts { layer: usize, group: usize, experts: Range<usize>, is_last: bool },
+    /// Some of its experts.
+    Experts { layer: usize, group: ExpertGroup },
 }
 
 /// The streamed blocks in order, with the experts of a layer in these groups.
-pub(crate) fn parts(config: &Config, groups: &[Range<usize>]) -> Vec<Part> {
+pub(crate) fn parts(config: &Config, groups: &[ExpertGroup]) -> Vec<Part> {
     let vision = &config.vision;
     let deepstack = |number| vision.deepstack.iter().position(|index| *index == number);
     let tower =
@@ -42,12 +43,7 @@ pub(crate) fn parts(config: &Config, groups: &[Range<usize>]) -> Vec<Part> {
             continue;
         }
         parts.push(Part::Router { layer });
-        parts.extend(groups.iter().enumerate().map(|(group, experts)| Part::Experts {
-            layer,
-            group,
-            experts: experts.clone(),
-            is_last: group + 1 == groups.len(),
-        }));
+        parts.extend(groups.iter().map(|group| Part::Experts { layer, group: group.clone() }));
     }
     parts
 }
@@ -85,9 +81,10 @@ pub(crate) fn table(config: &Config, parts: &[Part]) -> WeightTable {
                 let rows = [attention(config), router(config)].concat();
                 table.add(streamed("layers.{n}", Some(*layer)), *layer, &rows);
             }
-            Part::Experts { layer, group, experts, .. } => {
-                let plan = streamed(&format!("layers.{{n}}.experts.{group}"), Some(*layer));
-                table.add(plan.tokenwise(), *layer, &expert_rows(config, experts));
+            Part::Experts { layer, group } => {
+                let name = format!("layers.{{n}}.experts.{}", group.number);
+                let rows = expert_rows(config, &group.experts);
+                table.add(streamed(&name, Some(*layer)).tokenwise(), *layer, &rows);
             }
         }
     }
