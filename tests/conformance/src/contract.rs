@@ -208,25 +208,11 @@ fn check_pictures(
     // The first picture begins at the third token of the first row.
     let earlier = |logits: &Tensor| logits.f_narrow(0, 0, 1)?.f_narrow(1, 0, 2);
     let other_row = |logits: &Tensor| logits.f_narrow(0, 1, 1);
-    let (mut leak, mut magnitude): (f64, f64) = (0.0, 0.0);
-    for (before, after) in
-        [(earlier(&before)?, earlier(&after)?), (other_row(&before)?, other_row(&after)?)]
-    {
-        let found = max_difference(&after, &before, None)?;
-        (leak, magnitude) = (leak.max(found.0), magnitude.max(found.1));
-    }
-    report.push(Check::within(
-        format!("{size}: a picture changes no logits before it and none of another row"),
-        leak,
-        tolerance(options, magnitude),
-        "",
-    ));
-    let (change, _) = max_difference(&after, &before, None)?;
-    report.push(Check::of(
-        format!("{size}: a picture changes the logits behind it"),
-        change > 0.0,
-        format!("{change:.2e}"),
-    ));
+    let pairs = [(earlier(&after)?, earlier(&before)?), (other_row(&after)?, other_row(&before)?)];
+    let name = format!("{size}: a picture changes no logits before it and none of another row");
+    report.push(unchanged(name, &pairs, options)?);
+    let name = format!("{size}: a picture changes the logits behind it");
+    report.push(changed(name, &after, &before)?);
     let mut too_many = seeing.clone();
     if let Some(images) = &mut too_many.images {
         images.grids.truncate(1);
@@ -249,24 +235,15 @@ fn check_causality(
     report: &mut Report,
 ) -> Result<()> {
     let batch = rows(vocab_size, 16)?;
-    let changed = Batch::new(last_changed(&batch.input_ids, vocab_size)?);
+    let other = Batch::new(last_changed(&batch.input_ids, vocab_size)?);
     let plain = Batch::new(batch.input_ids);
     let before = executor.logits(&plain, &mut |_, _| Ok(()))?;
-    let after = executor.logits(&changed, &mut |_, _| Ok(()))?;
+    let after = executor.logits(&other, &mut |_, _| Ok(()))?;
     let earlier = |logits: &Tensor| logits.f_narrow(1, 0, 15);
-    let (leak, magnitude) = max_difference(&earlier(&after)?, &earlier(&before)?, None)?;
-    report.push(Check::within(
-        format!("{size}: a later token changes no earlier logits"),
-        leak,
-        tolerance(options, magnitude),
-        "",
-    ));
-    let (change, _) = max_difference(&after, &before, None)?;
-    report.push(Check::of(
-        format!("{size}: a token changes its own logits"),
-        change > 0.0,
-        format!("{change:.2e}"),
-    ));
+    let pairs = [(earlier(&after)?, earlier(&before)?)];
+    let name = format!("{size}: a later token changes no earlier logits");
+    report.push(unchanged(name, &pairs, options)?);
+    report.push(changed(format!("{size}: a token changes its own logits"), &after, &before)?);
     Ok(())
 }
 
@@ -294,20 +271,28 @@ fn check_packed_rows(
         let sample_ids = ids.f_narrow(1, start, length)?;
         let alone = executor.logits(&Batch::new(sample_ids), &mut |_, _| Ok(()))?;
         let found = together.f_narrow(1, start, length)?;
-        let (difference, magnitude) = max_difference(&found, &alone, None)?;
-        report.push(Check::within(
-            format!("{size}: sample {sample} of a packed row has the logits that it has alone"),
-            difference,
-            tolerance(options, magnitude),
-            "",
-        ));
+        let name =
+            format!("{size}: sample {sample} of a packed row has the logits that it has alone");
+        report.push(unchanged(name, &[(found, alone)], options)?);
     }
     Ok(())
 }
 
-/// How far sums of other lengths may lie apart.
-fn tolerance(options: &Options, magnitude: f64) -> f64 {
-    (if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 }) * magnitude.max(1.0)
+/// Whether logits are the expected ones, but for sums that were made in another order.
+fn unchanged(name: String, pairs: &[(Tensor, Tensor)], options: &Options) -> Result<Check> {
+    let (mut leak, mut magnitude): (f64, f64) = (0.0, 0.0);
+    for (found, expected) in pairs {
+        let (difference, largest) = max_difference(found, expected, None)?;
+        (leak, magnitude) = (leak.max(difference), magnitude.max(largest));
+    }
+    let tolerance = if options.compute_kind == Kind::Float { 1e-5 } else { 2e-2 };
+    Ok(Check::within(name, leak, tolerance * magnitude.max(1.0), ""))
+}
+
+/// Whether any of the logits is another one.
+fn changed(name: String, after: &Tensor, before: &Tensor) -> Result<Check> {
+    let (change, _) = max_difference(after, before, None)?;
+    Ok(Check::of(name, change > 0.0, format!("{change:.2e}")))
 }
 
 /// The same ids but for the last of each row.

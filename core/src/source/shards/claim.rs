@@ -85,8 +85,7 @@ fn is_of(claim: &Claim, directories: &[PathBuf], position: usize) -> Result<bool
     if claim.home == directories[0] {
         return Ok(true);
     }
-    let manifest = directories[0].join(MANIFEST_FILE);
-    if is_home(&claim.home)? || !manifest.exists() {
+    if is_home(&claim.home)? {
         return Ok(false);
     }
     let is_same = |manifest: Manifest| {
