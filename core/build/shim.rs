@@ -4,7 +4,7 @@ use std::env;
 use std::path::PathBuf;
 
 pub(crate) fn compile() {
-    println!("cargo:rerun-if-changed=shim/torch_shim.cpp");
+    println!("cargo:rerun-if-changed=shim");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     let Some(libtorch) = env::var_os("LIBTORCH").map(PathBuf::from) else {
         println!("cargo:warning=LIBTORCH is not set: run `make setup` first");
@@ -23,7 +23,7 @@ pub(crate) fn compile() {
         .flag("-std=c++17")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        .file("shim/torch_shim.cpp")
+        .files(["shim/attention.cpp", "shim/torch_shim.cpp"])
         .compile("blockstreamer_torch_shim");
     println!("cargo:rustc-link-search=native={}", libtorch.join("lib").display());
 }

@@ -1,5 +1,6 @@
 // The few libtorch calls that tch lacks. No CUDA headers: device work goes through libtorch's own dispatch.
-// Every function returns 0, or 1 with a message in `error`; no exception leaves this file.
+#include "shim.h"
+
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -15,7 +16,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,32 +24,6 @@
 using at::Tensor;
 
 namespace {
-
-struct ErrorBuffer {
-  char* text;
-  size_t num_bytes;
-};
-
-void report(const ErrorBuffer* error, const char* message) {
-  if (error->num_bytes == 0) return;
-  std::strncpy(error->text, message, error->num_bytes - 1);
-  error->text[error->num_bytes - 1] = '\0';
-}
-
-template <typename F>
-int guarded(const ErrorBuffer* error, F&& work) {
-  try {
-    work();
-    return 0;
-  } catch (const c10::Error& e) {
-    report(error, e.what_without_backtrace());
-  } catch (const std::exception& e) {
-    report(error, e.what());
-  } catch (...) {
-    report(error, "unknown C++ exception");
-  }
-  return 1;
-}
 
 at::Generator seeded_generator(const at::Device& device, uint64_t seed) {
   if (device.is_cpu()) return at::detail::createCPUGenerator(seed);

@@ -2,7 +2,8 @@
 usage: python check_merged.py MODEL_DIR ADAPTER_DIR MERGED_DIR [--dtype bfloat16]
 
 peft merges in fp32, and its result is rounded to --dtype, that of the files: every weight must be the same, but for
-sums that two ways of adding put on either side of a rounding; those may differ by one step and are counted. Also
+sums that two ways of adding put on either side of a rounding; those may differ by one step and are counted. Where
+weight and change nearly cancel, as much as the two sums may differ is many steps of what is left: that counts too. Also
 loads the merged folder in transformers and compares its logits with those of peft's rounded weights; how far the
 rounding moves them from the adapted model's is printed (much where a token chooses another expert). Exit 1 on a
 difference.
@@ -57,8 +58,11 @@ def main():
             changed += 1
         distance = steps(one, two)
         apart, largest = apart + int((distance > 0).sum()), max(largest, int(distance.max()))
-        if distance.max() > 1:
-            problems.append(f"{name}: up to {int(distance.max())} steps from peft's")
+        # fp32 sums of a few products are off by some 1e-7 of the largest of them.
+        terms = base[name].abs().float() + (wanted[name] - base[name]).abs().max().float()
+        wrong = (distance > 1) & ((one.float() - two.float()).abs() > 1e-6 * terms)
+        if wrong.any():
+            problems.append(f"{name}: up to {int(distance[wrong].max())} steps from peft's")
     distance = lambda one, two: (one - two).abs().max().item()
     error = distance(found_logits, wanted_logits)
     print(f"{changed} of {len(found)} tensors changed; {apart} values {largest} step from peft's; logits differ from "

@@ -3,6 +3,7 @@
 mod copy_engine;
 mod cuda;
 mod custom_gradient;
+mod flash_attention;
 mod host_buffer;
 mod link;
 mod mxfp4_kernels;
@@ -14,6 +15,7 @@ pub(crate) use copy_engine::HostCopyEngine;
 pub use copy_engine::{CopyEngine, CopyPiece, Event};
 pub use cuda::{CudaInfo, cuda_info, load_cuda};
 pub(crate) use custom_gradient::with_gradient;
+pub(crate) use flash_attention::{flash_attention, has_flash_attention};
 pub use host_buffer::HostBuffer;
 pub use link::{BareLink, host_to_device_gb_per_s};
 pub(crate) use mxfp4_kernels::Mxfp4Kernels;

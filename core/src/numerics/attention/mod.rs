@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::context::AttentionPattern;
+use crate::device::{flash_attention, has_flash_attention};
 use crate::error::{Error, Result};
 use crate::scope::AttentionOptions;
 
@@ -20,7 +21,9 @@ pub enum AttentionKernel {
     /// sinks that is gpt-oss's, which stays in the dtype of the scores. Memory grows with the square of the
     /// sequence; for parity and for the CPU.
     Eager,
-    /// libtorch's fused kernels, fp32 inside: no scores in memory. Without padding and packed samples memory
+    /// libtorch's fused kernels, fp32 inside: no scores in memory. In 16 bits on a GPU, without padding and
+    /// packed samples, one kernel does all, sinks and windows too; elsewhere sinks become a key, and windows
+    /// tiles. Without padding and packed samples memory
     /// grows with the sequence, under a window with sequence times window in any case; only a mask for the
     /// full pattern is a square, one for all heads.
     #[default]
@@ -48,6 +51,7 @@ pub fn attention(
     let call = Call::new(query, key, value, pattern, options)?;
     match (kernel, call.window) {
         (AttentionKernel::Eager, _) => call.eager(),
+        _ if call.is_flash() => call.flash(),
         (AttentionKernel::Fused, None) => call.full(),
         (AttentionKernel::Fused, Some(window)) => call.tiled(window),
     }
@@ -143,6 +147,26 @@ impl<'a> Call<'a> {
             sharing: heads / groups,
             sequence,
         })
+    }
+
+    /// Whether a window or sinks, which libtorch's own choice of kernels knows nothing of, are for [`flash`].
+    ///
+    /// [`flash`]: Self::flash
+    fn is_flash(&self) -> bool {
+        let head_dim = self.query.size().last().copied().unwrap_or_default();
+        (self.window.is_some() || self.sinks.is_some())
+            && self.pattern.key_mask.is_none()
+            && self.pattern.segments.is_none()
+            && matches!(self.query.kind(), Kind::Half | Kind::BFloat16)
+            && head_dim % 8 == 0
+            && head_dim <= 256
+            && self.value.size().last() == Some(&head_dim)
+            && has_flash_attention(self.query.device())
+    }
+
+    fn flash(&self) -> Result<Tensor> {
+        let &Self { query, key, value, sinks, causal, window, scale, .. } = self;
+        flash_attention(query, key, value, sinks, causal, window, scale)
     }
 
     /// Which keys each query sees, Bool, broadcastable to `[batch, heads, sequence, sequence]`.

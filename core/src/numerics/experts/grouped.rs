@@ -43,15 +43,12 @@ pub(super) fn run(kernel: ExpertKernel, call: &ExpertCall<'_>) -> Result<Tensor>
     let slots = Slots::sort(&call.routing.experts, &call.shape.experts)?;
     let products = Products::choose(kernel, call, &slots)?;
     let linear = |stack, x: &Tensor| linear(stack, x, &slots, &products);
-    let Slots { order, tokens, outside, .. } = &slots;
-    let rows = call.x.f_index_select(0, tokens)?.f_masked_fill(outside, 0.0)?;
+    let rows = slots.rows_of(call.x)?;
     let fused = linear(&call.gate_up, &rows)?;
-    let output = linear(&call.down, &call.activate(&fused)?)?.f_masked_fill(outside, 0.0)?;
+    let output = linear(&call.down, &call.activate(&fused)?)?;
 
-    let places = Tensor::f_arange(order.size1()?, (Kind::Int64, order.device()))?;
-    let back = order.f_zeros_like()?.f_scatter(0, order, &places)?;
     let (num_tokens, hidden) = call.x.size2()?;
-    let by_token = output.f_index_select(0, &back)?.f_view([num_tokens, call.top_k(), hidden])?;
+    let by_token = slots.by_token(&output)?.f_view([num_tokens, call.top_k(), hidden])?;
     let weighted = by_token.f_mul(&call.routing.weights.f_unsqueeze(2)?)?;
     let total = weighted.f_sum_dim_intlist([1_i64].as_slice(), false, Kind::Float)?;
     let total = match call.sum {

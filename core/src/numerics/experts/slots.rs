@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::device::with_gradient;
 use crate::error::Result;
 
 /// The slots of a call: one for each expert of each token, `token * top_k + choice`.
@@ -12,7 +13,9 @@ pub(super) struct Slots {
     /// All slots by expert, in ascending order, `[slots]`, Int64. Those of experts outside the range come
     /// last.
     pub(super) order: Tensor,
-    /// The token of each, likewise.
+    /// Where each slot is in `order`, `[slots]`, Int64.
+    places: Tensor,
+    /// The token of each slot of `order`, likewise.
     pub(super) tokens: Tensor,
     /// The expert of each, counted from the first of the range, likewise, Int. Experts outside are the last of
     /// the range.
@@ -21,6 +24,7 @@ pub(super) struct Slots {
     pub(super) outside: Tensor,
     /// For each expert of the range the place in `order` where its slots end, Int.
     pub(super) ends: Tensor,
+    top_k: i64,
 }
 
 impl Slots {
@@ -36,10 +40,41 @@ impl Slots {
         // An expert's slots end where those of the next number begin.
         let next = Tensor::f_arange_start(1, num_experts + 1, (Kind::Int, experts.device()))?;
         let ends = next.f_searchsorted(&sorted, true, false, "left", None::<&Tensor>)?;
+        // The inverse. To scatter numbers would be sorting too, in deterministic mode, and more.
+        let places = order.f_argsort(0, false)?;
         let tokens = order.f_divide_scalar_mode(top_k, "floor")?;
         let outside = sorted.f_ge(num_experts)?.f_unsqueeze(1)?;
         let experts = sorted.f_clamp_max(num_experts - 1)?;
-        Ok(Self { order, tokens, experts, outside, ends })
+        Ok(Self { order, places, tokens, experts, outside, ends, top_k })
+    }
+
+    /// The row of `x` `[tokens, size]` that each slot is about, in the order of `order`; zeros for experts
+    /// outside.
+    ///
+    /// What libtorch makes the gradient with adds rows into others, one after another in deterministic mode.
+    /// A token's slots are known here: they are brought together, and added up once.
+    pub(super) fn rows_of(&self, x: &Tensor) -> Result<Tensor> {
+        let rows =
+            tch::no_grad(|| x.f_index_select(0, &self.tokens)?.f_masked_fill(&self.outside, 0.0))?;
+        let [places, outside] = [&self.places, &self.outside].map(Tensor::shallow_clone);
+        let top_k = self.top_k;
+        with_gradient(x, &rows, move |gradient| {
+            let size = gradient.size2()?.1;
+            let by_slot = gradient.f_masked_fill(&outside, 0.0)?.f_index_select(0, &places)?;
+            let by_token = by_slot.f_view([-1, top_k, size])?;
+            Ok(by_token.f_sum_dim_intlist([1_i64].as_slice(), false, gradient.f_kind()?)?)
+        })
+    }
+
+    /// Rows in the order of `order` by token and choice, `[tokens * top_k, size]`; zeros for experts outside.
+    pub(super) fn by_token(&self, rows: &Tensor) -> Result<Tensor> {
+        let by_slot = tch::no_grad(|| {
+            rows.f_masked_fill(&self.outside, 0.0)?.f_index_select(0, &self.places)
+        })?;
+        let [order, outside] = [&self.order, &self.outside].map(Tensor::shallow_clone);
+        with_gradient(rows, &by_slot, move |gradient| {
+            Ok(gradient.f_index_select(0, &order)?.f_masked_fill(&outside, 0.0)?)
+        })
     }
 
     /// `ends` on the host, which waits for them.
