@@ -1,12 +1,13 @@
 //! Layers with experts in several blocks: what flows from the router's block to those of its experts.
 //!
-//! The block with the router ends with [`send`]; every group of experts, a
+//! The block with the router may [`choose`] and ends with [`send`]; every group of experts, a
 //! [tokenwise](crate::weights::BlockPlan::is_tokenwise) block, is one [`receive`].
 
 use std::ops::Range;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use crate::device::with_gradient;
 use crate::error::{Error, Result};
 use crate::scope::{ExpertShape, Routing, Scope};
 use crate::state::{HIDDEN, State};
@@ -49,6 +50,27 @@ pub fn deal(num_experts: usize, num_groups: usize) -> Result<Vec<ExpertGroup>> {
         is_last: number + 1 == num_groups,
     };
     Ok((0..num_groups).map(group).collect())
+}
+
+/// The `top_k` largest of each token's `scores` `[.., num_experts]`, largest first, and whose they are (Int64):
+/// both `[.., top_k]`. Scores get the gradients of what was chosen.
+///
+/// As libtorch's topk, whose gradient is scattered, which in deterministic mode costs the host forty kernels.
+///
+/// # Errors
+/// [`Error::Torch`](crate::Error::Torch) when there are fewer scores than `top_k`.
+pub fn choose(scores: &Tensor, top_k: usize) -> Result<(Tensor, Tensor)> {
+    let num_experts = scores.size().last().copied().unwrap_or_default();
+    let (chosen, experts) = tch::no_grad(|| scores.f_topk(top_k as i64, -1, true, true))?;
+    let places = experts.shallow_clone();
+    let chosen = with_gradient(scores, &chosen, move |gradient| {
+        let all = Tensor::f_arange(num_experts, (Kind::Int64, places.device()))?;
+        let is_chosen = places.f_unsqueeze(-1)?.f_eq_tensor(&all)?;
+        // One of the choices at most is this expert: the sum is it, or zero.
+        let by_choice = gradient.f_unsqueeze(-1)?.f_mul(&is_chosen)?;
+        Ok(by_choice.f_sum_dim_intlist([-2_i64].as_slice(), false, gradient.f_kind()?)?)
+    })?;
+    Ok((chosen, experts))
 }
 
 /// Adds to `state`, whose [`HIDDEN`] is the residual, what the experts are to work on:

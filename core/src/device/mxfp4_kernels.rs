@@ -1,14 +1,10 @@
 //! CUDA kernels for matrices packed in MXFP4, compiled for the device when they are first needed.
 
-use std::collections::HashMap;
-use std::ffi::{CString, c_int, c_longlong, c_uint, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use cudarc::driver::{CudaContext, result, sys};
 use tch::{Device, Kind, Tensor};
 
-use super::cuda::{context, failed, libtorch_folder};
-use super::nvrtc;
+use super::kernel_module::{Arguments, Kernel, KernelModule, PerDevice, blocks_for, of_device};
 use crate::error::{Error, Result};
 use crate::numerics::Mxfp4;
 
@@ -16,71 +12,31 @@ pub(super) const SOURCE: &str = include_str!("kernels/mxfp4.cu");
 
 /// What the kernels load at once.
 const ALIGNMENT_BYTES: usize = 16;
-/// Compute capability from which there are products of bf16.
-const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
-/// The kernels of one device. They run on the stream that libtorch computes on, the default one, so that
-/// memory from libtorch's allocator is in order with them.
+/// The kernels of one device.
 #[derive(Debug)]
 pub(crate) struct Mxfp4Kernels {
-    context: Arc<CudaContext>,
+    module: KernelModule,
     device: Device,
-    expand: sys::CUfunction,
-    forward: sys::CUfunction,
-    backward: sys::CUfunction,
+    expand: Kernel,
+    forward: Kernel,
+    backward: Kernel,
 }
 
-// SAFETY: the functions are handles that the driver lets any thread launch; their module is never unloaded.
-unsafe impl Send for Mxfp4Kernels {}
-// SAFETY: as above; nothing here changes.
-unsafe impl Sync for Mxfp4Kernels {}
-
 impl Mxfp4Kernels {
-    /// The kernels for `device`; `None` where there can be none: on the CPU, on devices that are too old, and
-    /// where NVRTC is missing, of which the log warns once.
+    /// The kernels for `device`, where there are any (see [`of_device`]).
     pub(crate) fn of(device: Device) -> Option<Arc<Self>> {
-        static LOADED: Mutex<Option<HashMap<usize, Option<Arc<Mxfp4Kernels>>>>> = Mutex::new(None);
-        let Device::Cuda(index) = device else { return None };
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let kernels = loaded.get_or_insert_with(HashMap::new).entry(index).or_insert_with(|| {
-            let kernels = Self::load(index);
-            if let Err(reason) = &kernels {
-                tracing::warn!(
-                    "packed experts are computed without kernels of their own, which is slower: {reason}"
-                );
-            }
-            kernels.ok().map(Arc::new)
-        });
-        kernels.clone()
-    }
-
-    fn load(index: usize) -> std::result::Result<Self, String> {
-        let text = |error: Error| error.to_string();
-        let context = context(index).map_err(text)?;
-        let capability = context.compute_capability().map_err(|error| error.to_string())?;
-        if capability < LEAST_CAPABILITY {
-            let (major, minor) = capability;
-            return Err(format!(
-                "they need compute capability 8.0, but the device has {major}.{minor}"
-            ));
-        }
-        let folders = libtorch_folder().map(|libtorch| nvrtc::folders_beside(&libtorch));
-        let cubin = nvrtc::compile(SOURCE, capability, &folders.unwrap_or_default())?;
-        context.bind_to_thread().map_err(|error| error.to_string())?;
-        // SAFETY: the image is what NVRTC made for this device; the driver copies it.
-        let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) };
-        let module = module.map_err(|error| error.to_string())?;
-        let function = |name: &str| {
-            let name = CString::new(name).map_err(|error| error.to_string())?;
-            // SAFETY: the module was loaded and is never unloaded.
-            unsafe { result::module::get_function(module, name) }.map_err(|error| error.to_string())
-        };
-        Ok(Self {
-            expand: function("mxfp4_expand")?,
-            forward: function("mxfp4_forward")?,
-            backward: function("mxfp4_backward")?,
-            context,
-            device: Device::Cuda(index),
+        static LOADED: PerDevice<Mxfp4Kernels> = Mutex::new(None);
+        let effect = "packed experts are computed without kernels of their own, which is slower";
+        of_device(device, &LOADED, effect, |index| {
+            let module = KernelModule::load(index, SOURCE)?;
+            Ok(Self {
+                expand: module.kernel("mxfp4_expand")?,
+                forward: module.kernel("mxfp4_forward")?,
+                backward: module.kernel("mxfp4_backward")?,
+                module,
+                device: Device::Cuda(index),
+            })
         })
     }
 
@@ -108,7 +64,8 @@ impl Mxfp4Kernels {
         let mut arguments = Arguments::new();
         arguments.tensor(packed.blocks()).tensor(packed.scales()).tensor(&values).long(num_words);
         let num_blocks = blocks_for(num_words, THREADS).min(MOST_BLOCKS);
-        self.launch(self.expand, [num_blocks, 1], THREADS, arguments)?;
+        // SAFETY: these are the kernel's parameters; the sizes were checked.
+        unsafe { self.module.launch(self.expand, [num_blocks, 1], THREADS, arguments)? };
         Ok(values)
     }
 
@@ -125,7 +82,9 @@ impl Mxfp4Kernels {
         let y = Tensor::f_empty([x.size2()?.0, rows], (Kind::BFloat16, self.device))?;
         let mut arguments = Arguments::new();
         arguments.packed(packed).tensor(&x).tensor(&ends).tensor(&y).int(rows).int(columns / 32);
-        self.launch(self.forward, [blocks_for(rows, ROWS_PER_BLOCK), experts], 128, arguments)?;
+        let blocks = [blocks_for(rows, ROWS_PER_BLOCK), experts];
+        // SAFETY: these are the kernel's parameters; the sizes were checked.
+        unsafe { self.module.launch(self.forward, blocks, 128, arguments)? };
         Ok(y)
     }
 
@@ -140,12 +99,9 @@ impl Mxfp4Kernels {
         let dx = Tensor::f_empty([dy.size2()?.0, columns], (Kind::BFloat16, self.device))?;
         let mut arguments = Arguments::new();
         arguments.packed(packed).tensor(&dy).tensor(&ends).tensor(&dx).int(rows).int(columns / 32);
-        self.launch(
-            self.backward,
-            [blocks_for(columns, COLUMNS_PER_BLOCK), experts],
-            256,
-            arguments,
-        )?;
+        let blocks = [blocks_for(columns, COLUMNS_PER_BLOCK), experts];
+        // SAFETY: these are the kernel's parameters; the sizes were checked.
+        unsafe { self.module.launch(self.backward, blocks, 256, arguments)? };
         Ok(dx)
     }
 
@@ -185,63 +141,10 @@ impl Mxfp4Kernels {
         }
         Ok(ends.f_contiguous()?)
     }
-
-    fn launch(
-        &self,
-        function: sys::CUfunction,
-        [width, height]: [i64; 2],
-        num_threads: i64,
-        mut arguments: Arguments,
-    ) -> Result<()> {
-        if width == 0 || height == 0 {
-            return Ok(());
-        }
-        self.context.bind_to_thread().map_err(failed("bind the device"))?;
-        let mut pointers: Vec<*mut c_void> =
-            arguments.values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-        let (grid, block) = ((width as c_uint, height as c_uint, 1), (num_threads as c_uint, 1, 1));
-        // SAFETY: the arguments have the number and types of the kernel's parameters, in the low bytes of
-        // eight. They point to tensors of the sizes that the kernel was told, which libtorch's allocator
-        // hands out again only to work behind it on the same stream. The null stream is libtorch's.
-        unsafe {
-            result::launch_kernel(function, grid, block, 0, std::ptr::null_mut(), &mut pointers)
-        }
-        .map_err(failed("launch a kernel"))
-    }
-}
-
-/// How many blocks of threads it takes to do `per_block` each.
-fn blocks_for(work: i64, per_block: i64) -> i64 {
-    (work + per_block - 1) / per_block
-}
-
-/// A kernel's arguments, each in eight bytes of its own.
-struct Arguments {
-    values: Vec<u64>,
 }
 
 impl Arguments {
-    fn new() -> Self {
-        Self { values: Vec::new() }
-    }
-
-    fn tensor(&mut self, tensor: &Tensor) -> &mut Self {
-        self.values.push(tensor.data_ptr() as u64);
-        self
-    }
-
     fn packed(&mut self, packed: &Mxfp4) -> &mut Self {
         self.tensor(packed.blocks()).tensor(packed.scales())
-    }
-
-    /// A C `int`, from a number that was checked to fit.
-    fn int(&mut self, value: i64) -> &mut Self {
-        self.values.push(u64::from(value as c_int as u32));
-        self
-    }
-
-    fn long(&mut self, value: c_longlong) -> &mut Self {
-        self.values.push(value as u64);
-        self
     }
 }

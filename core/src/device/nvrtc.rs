@@ -184,6 +184,7 @@ pub(super) fn folders_beside(libtorch: &Path) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{gated_kernels, mxfp4_kernels};
     use super::*;
 
     /// NVRTC beside libtorch or named by `BLOCKSTREAMER_TEST_NVRTC`, where a machine without a GPU has it.
@@ -200,10 +201,11 @@ mod tests {
             println!("skipped: {error}");
             return;
         }
-        for capability in [(8, 0), (8, 6), (9, 0)] {
-            let cubin =
-                compile(super::super::mxfp4_kernels::SOURCE, capability, &folders()).unwrap();
-            assert_eq!(cubin[..4], *b"\x7fELF", "{capability:?}");
+        for source in [gated_kernels::SOURCE, mxfp4_kernels::SOURCE] {
+            for capability in [(8, 0), (8, 6), (9, 0)] {
+                let cubin = compile(source, capability, &folders()).unwrap();
+                assert_eq!(cubin[..4], *b"\x7fELF", "{capability:?}");
+            }
         }
         let error = compile("__global__ void f() { nonsense; }", (9, 0), &folders()).unwrap_err();
         assert!(error.contains("kernels.cu(1)") && error.contains("nonsense"), "{error}");

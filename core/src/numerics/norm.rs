@@ -30,8 +30,14 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 pub fn rms_norm_rounded_once(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     let size = size_of(x, weight)?;
     let kind = x.f_kind()?;
+    // Its kernel for a GPU computes in fp32 and rounds once; its formula for the CPU rounds before the weight.
+    if x.device().is_cuda()
+        && matches!(kind, Kind::Half | Kind::BFloat16)
+        && weight.f_kind()? == kind
+    {
+        return Ok(x.f_rms_norm(size, Some(weight), epsilon)?);
+    }
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-    // With a weight, libtorch's kernel and its formula for the CPU round at different places.
     let normed = x.f_to_kind(wide)?.f_rms_norm(size, None::<&Tensor>, epsilon)?;
     Ok(weight.f_mul(&normed)?.f_to_kind(kind)?)
 }

@@ -9,7 +9,7 @@ use blockstreamer_core::family::{Model, ModelDimensions, ModelOptions};
 use blockstreamer_core::numerics::{
     apply_rotary, rms_norm_rounded_once, rotary_tables, text_positions,
 };
-use blockstreamer_core::routed::{deal, receive, send};
+use blockstreamer_core::routed::{choose, deal, receive, send};
 use blockstreamer_core::scope::{AttentionOptions, ExpertActivation, ExpertShape, GateUp, Scope};
 use blockstreamer_core::state::{HIDDEN, NamedTensors, State};
 use blockstreamer_core::tch::Tensor;
@@ -86,8 +86,7 @@ impl GptOssModel {
         let x = x.f_add(&self.attention(layer, scope, context, &normed)?)?;
         let normed = self.norm(scope, "post_attention_layernorm", &x)?;
         let logits = scope.linear("mlp.router", &normed)?;
-        let top_k = self.config.num_experts_per_tok as i64;
-        let (chosen, experts) = logits.f_topk(top_k, -1, true, true)?;
+        let (chosen, experts) = choose(&logits, self.config.num_experts_per_tok)?;
         let weights = chosen.f_softmax(-1, chosen.kind())?;
         Ok(send(state.with(HIDDEN, x), normed, experts, weights))
     }

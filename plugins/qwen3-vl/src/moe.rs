@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use blockstreamer_core::Result;
-use blockstreamer_core::routed::send;
+use blockstreamer_core::routed::{choose, send};
 use blockstreamer_core::scope::{ExpertActivation, ExpertShape, GateUp, Scope};
 use blockstreamer_core::state::State;
 use blockstreamer_core::tch::{Kind, Tensor};
@@ -18,7 +18,7 @@ pub(crate) fn route(
 ) -> Result<State> {
     let logits = scope.linear("mlp.gate", &normed)?;
     let probabilities = logits.f_softmax(-1, Kind::Float)?;
-    let (chosen, experts) = probabilities.f_topk(num_experts_per_tok as i64, -1, true, true)?;
+    let (chosen, experts) = choose(&probabilities, num_experts_per_tok)?;
     let sum = chosen.f_sum_dim_intlist([-1_i64].as_slice(), true, Kind::Float)?;
     let weights = chosen.f_div(&sum)?.f_to_kind(logits.kind())?;
     Ok(send(state, normed, experts, weights))

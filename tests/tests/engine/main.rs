@@ -26,6 +26,7 @@ mod links;
 mod loss;
 mod merging;
 mod misuse;
+mod norms;
 mod overlap;
 mod packed_experts;
 mod packed_speed;

@@ -3,6 +3,7 @@
 
 use tch::Tensor;
 
+use crate::device::{GatedKernels, with_gradient};
 use crate::error::{Error, Result};
 use crate::numerics::Mxfp4;
 use crate::scope::{ExpertActivation, ExpertShape, GateUp, Routing};
@@ -130,11 +131,19 @@ impl ExpertCall<'_> {
 
     /// `activation(gate) * up` of the fused projection `[rows, 2 * intermediate_size]`.
     fn activate(&self, fused: &Tensor) -> Result<Tensor> {
-        let halves = match self.shape.gate_up {
+        let &ExpertShape { gate_up, activation, .. } = self.shape;
+        if let Some(kernels) = GatedKernels::of(fused.device()).filter(|it| it.take(fused)) {
+            let output = tch::no_grad(|| kernels.forward(fused, gate_up, activation))?;
+            let held = fused.f_detach()?;
+            return with_gradient(fused, &output, move |gradient| {
+                kernels.backward(&held, gradient, gate_up, activation)
+            });
+        }
+        let halves = match gate_up {
             GateUp::Concatenated => fused.f_chunk(2, 1)?,
             GateUp::Interleaved => fused.f_view([fused.size()[0], -1, 2])?.f_unbind(2)?,
         };
-        match (&halves[..], self.shape.activation) {
+        match (&halves[..], activation) {
             ([gate, up], ExpertActivation::Silu) => Ok(gate.f_silu()?.f_mul(up)?),
             ([gate, up], ExpertActivation::ClampedSwiglu { alpha, limit }) => {
                 let gate = gate.f_clamp_max(limit)?;
