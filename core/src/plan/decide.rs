@@ -40,6 +40,7 @@ impl Plan {
         if request.fetch_from_disk.len() != num_blocks
             || request.demand.graph_bytes.len() != num_blocks
             || request.demand.forward_flops.len() != num_blocks
+            || request.demand.forward_launches.len() != num_blocks
         {
             return Err(Error::usage("a plan needs the bytes and the work of every block"));
         }
@@ -70,9 +71,10 @@ impl Plan {
 
     /// What decides between plans, the most important first.
     fn cost(&self) -> (bool, f64, u64, u64) {
+        let seconds = self.prediction.seconds_but_for_the_host();
         let Traffic { disk_bytes, link_bytes } = self.later;
         let link_bytes = link_bytes + self.gathered_bytes;
-        (disk_bytes + link_bytes > 0, self.prediction.seconds, disk_bytes, link_bytes)
+        (disk_bytes + link_bytes > 0, seconds, disk_bytes, link_bytes)
     }
 }
 

@@ -1,4 +1,5 @@
-//! What computing a pass takes: memory beside the weights, and arithmetic. Estimates, on the high side.
+//! What computing a pass takes: memory beside the weights, arithmetic, and launches. Memory and arithmetic are
+//! estimates on the high side.
 
 use tch::Kind;
 
@@ -48,6 +49,8 @@ pub struct Workload {
     pub loss_chunk_bytes: usize,
     /// Trainable values of the adapter.
     pub num_trainable: usize,
+    /// Trainable tensors of the adapter, each as often as there are blocks that it touches.
+    pub num_attached: usize,
     /// Whether it runs on a CUDA device.
     pub is_cuda: bool,
 }
@@ -61,6 +64,11 @@ pub struct Demand {
     pub graph_bytes: Vec<u64>,
     /// Floating-point operations of one forward visit, per block.
     pub forward_flops: Vec<f64>,
+    /// What the host queues for one forward visit over all micro-batches, per block, in small kernels that
+    /// would take it as long.
+    pub forward_launches: Vec<f64>,
+    /// What it queues in a whole pass beside the blocks, likewise.
+    pub other_launches: f64,
     /// Bytes of the rows that are gathered when the embedding is in host memory.
     pub gathered_bytes: u64,
 }
@@ -116,6 +124,8 @@ impl Workload {
                 + margin,
             graph_bytes: blocks.iter().enumerate().map(graph_bytes).collect(),
             forward_flops: blocks.iter().enumerate().map(flops).collect(),
+            forward_launches: blocks.iter().map(|block| self.forward_launches(block)).collect(),
+            other_launches: self.other_launches(pass),
             gathered_bytes: total_tokens * hidden_bytes,
         }
     }
@@ -131,7 +141,7 @@ impl Workload {
         self.rows_per_micro_batch(index) * joined
     }
 
-    fn holds_experts(&self, block: &BlockSpec) -> bool {
+    pub(super) fn holds_experts(&self, block: &BlockSpec) -> bool {
         self.num_experts > 0 && block.tensors.iter().any(|tensor| tensor.shape.len() == 3)
     }
 
@@ -140,9 +150,7 @@ impl Workload {
     fn graph_bytes(&self, block: &BlockSpec, tokens: usize) -> u64 {
         let element_bytes = self.compute_kind.elt_size_in_bytes();
         let outputs: usize = self.matrices(block).map(|it| it.outputs).sum();
-        let is_norm =
-            |tensor: &&TensorSpec| tensor.shape.len() == 1 && !tensor.name.ends_with(".bias");
-        let num_norms = block.tensors.iter().filter(is_norm).count();
+        let num_norms = block.tensors.iter().filter(|tensor| is_vector(tensor)).count();
         let norm_bytes = num_norms as u64
             * GRAPH_TENSORS_PER_NORM
             * (self.hidden_size * size_of::<f32>()) as u64;
@@ -183,8 +191,13 @@ impl Workload {
     }
 }
 
+/// Whether a tensor is a norm's, or another vector that is no bias of a linear.
+pub(super) fn is_vector(tensor: &TensorSpec) -> bool {
+    tensor.shape.len() == 1 && !tensor.name.ends_with(".bias")
+}
+
 /// The shape of the numbers in a tensor that rows pass through; `None` when they pass through none.
-fn unpacked_shape(tensor: &TensorSpec) -> Option<Vec<usize>> {
+pub(super) fn unpacked_shape(tensor: &TensorSpec) -> Option<Vec<usize>> {
     match (tensor.dtype, &tensor.shape[..]) {
         (Dtype::U8, &[experts, rows, groups, half]) => Some(vec![experts, rows, groups * half * 2]),
         (Dtype::U8, _) => None,
@@ -233,6 +246,7 @@ mod tests {
             compute_kind: Kind::BFloat16,
             loss_chunk_bytes: 1000,
             num_trainable: 7,
+            num_attached: 2,
             is_cuda: true,
         }
     }

@@ -6,6 +6,7 @@
 
 mod decide;
 mod demand;
+mod launches;
 mod memory;
 mod predict;
 mod table;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Plan, PlannedBlock, Tier};
+use super::{Bound, Plan, PlannedBlock, Tier};
 use crate::size::size;
 
 /// `2.00 GiB of 8.00 GiB`; without a limit only the first.
@@ -85,14 +85,20 @@ impl fmt::Display for Plan {
             size(host.gathered_bytes),
             size(host.block_bytes),
         )?;
+        // Where nothing is queued there is nothing to say.
+        let launches = match self.prediction.launch_seconds {
+            Some(seconds) => format!(", {}{}", Bound::Host, time(Some(seconds))),
+            None => String::new(),
+        };
         writeln!(
             formatter,
-            "every step     {} from disk{}, {} to the device{}, arithmetic{}",
+            "every step     {} from disk{}, {} to the device{}, arithmetic{}{}",
             size(self.later.disk_bytes),
             time(self.prediction.disk_seconds),
             size(self.later.link_bytes + self.gathered_bytes),
             time(self.prediction.link_seconds),
             time(self.prediction.compute_seconds),
+            launches,
         )?;
         match self.prediction.bound {
             Some(bound) => write!(

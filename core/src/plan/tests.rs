@@ -75,10 +75,17 @@ fn blocks_that_no_pass_visits_are_neither_kept_nor_moved_nor_waited_for() {
 }
 
 fn plan(blocks: &[BlockSpec], case: Case) -> Result<Plan> {
+    plan_with(blocks, case, None)
+}
+
+/// With this time of the host for a kernel.
+fn plan_with(blocks: &[BlockSpec], case: Case, launch_us: Option<f64>) -> Result<Plan> {
     let demand = Demand {
         working_set_bytes: KIB,
         graph_bytes: vec![2 * KIB; blocks.len()],
         forward_flops: vec![1e9; blocks.len()],
+        forward_launches: vec![50.0; blocks.len()],
+        other_launches: 100.0,
         gathered_bytes: 64,
     };
     // Gaps are not read, so that disk and link differ.
@@ -102,6 +109,7 @@ fn plan(blocks: &[BlockSpec], case: Case) -> Result<Plan> {
             disk_gb_per_s: Some(1.0),
             link_gb_per_s: Some(5.0),
             tflops: Some(1e5),
+            launch_us,
             ..Rates::default()
         },
         only: case.only,
@@ -385,6 +393,7 @@ fn laptop(num_layers: usize, hidden: usize, inner: usize, query: usize) -> Plan 
         compute_kind: tch::Kind::BFloat16,
         loss_chunk_bytes: 128 << 20,
         num_trainable: num_layers / 2 * 8 * (3 * hidden + 2 * query + 2 * key + hidden),
+        num_attached: num_layers / 2 * 4 * 2,
         is_cuda: true,
     };
     let fetch = |block: &BlockSpec| {
@@ -409,6 +418,7 @@ fn laptop(num_layers: usize, hidden: usize, inner: usize, query: usize) -> Plan 
             link_gb_per_s: Some(6.2),
             memory_gb_per_s: Some(384.0),
             tflops: Some(21.0),
+            launch_us: Some(5.0),
         },
         only: None,
     })
@@ -426,5 +436,17 @@ fn models_far_larger_than_a_laptop_take_the_seconds_that_the_limits_of_its_wires
         let ratio = plan.prediction.seconds / by_hand;
         assert!((0.9..1.12).contains(&ratio), "{ratio}: {plan}");
         assert!(plan.device.kept_bytes > 0 && !plan.in_ram.is_empty(), "{plan}");
+    }
+}
+
+#[test]
+fn what_is_chosen_does_not_depend_on_how_fast_the_host_queues() {
+    let blocks = model(&[10; 8], 20, 20);
+    for device in (62..130).step_by(3) {
+        let case = Case { device, host: 45, ..TRAINS };
+        let [without, slow] = [None, Some(1e9)].map(|us| plan_with(&blocks, case, us).unwrap());
+        assert_eq!(slow.prediction.bound, Some(Bound::Host));
+        assert!(slow.prediction.seconds > without.prediction.seconds, "{slow}");
+        assert_eq!((&slow.blocks, slow.later), (&without.blocks, without.later), "{device}");
     }
 }

@@ -1,4 +1,4 @@
-//! `bench step`: full optimizer steps beside what link, drive and arithmetic allow in the same run.
+//! `bench step`: full optimizer steps beside what link, drive, arithmetic and host allow in the same run.
 
 use std::fs::File;
 use std::ops::Range;

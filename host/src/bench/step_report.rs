@@ -11,7 +11,7 @@ use crate::engine::Tier;
 use crate::run::{Shares, StepMetrics, StepTimes};
 use crate::size::Size;
 
-/// What the hardware needs at least for one step; the slowest is the floor, because all work at once.
+/// What hardware and host need at least for one step; the slowest is the floor, because all work at once.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Floors {
     /// Bytes copied per step over the bare link's rate.
@@ -21,6 +21,9 @@ pub struct Floors {
     /// Time that the device spent in visits, less what it only waited there for launches: the median of these
     /// very steps. Where it did nothing but wait for them, what the plan predicts for the arithmetic.
     pub compute_s: f64,
+    /// What the plan predicts that the host takes to queue the work. That is an estimate: never more than the
+    /// median step took. 0 on the CPU.
+    pub host_s: f64,
 }
 
 /// The steps of one token count.
@@ -57,9 +60,9 @@ pub struct TokensReport {
     pub floors: Floors,
     /// The largest of them.
     pub floor_s: f64,
-    /// Which one that is: `link`, `drive`, `compute`.
+    /// Which one that is: `link`, `drive`, `compute`, `host`.
     pub floor: &'static str,
-    /// `median_s / floor_s`: near 1 only fewer bytes or faster hardware would help.
+    /// `median_s / floor_s`: near 1 only fewer bytes, fewer kernels or faster hardware would help.
     pub ratio: f64,
     /// Who was busy over the timed steps.
     pub shares: Shares,
@@ -142,13 +145,14 @@ impl Timed {
         };
         let predicted_s = self.prediction.compute_seconds;
         let compute_s = |step: &StepMetrics| compute_s(&step.times, predicted_s);
+        let median_s = median(self.steps.iter().map(|step| step.seconds));
         let floors = Floors {
             link_s: seconds_for(h2d_bytes, bare.link_gb_per_s),
             drive_s: seconds_for(read_bytes, bare.drive_gb_per_s),
             compute_s: median(self.steps.iter().map(compute_s)),
+            host_s: self.prediction.launch_seconds.unwrap_or(0.0).min(median_s),
         };
         let (floor, floor_s) = floors.largest();
-        let median_s = median(self.steps.iter().map(|step| step.seconds));
         let shares = Shares::of(self.steps.iter().map(|step| (&step.times, step.seconds)));
         TokensReport {
             tokens: self.tokens,
@@ -187,7 +191,7 @@ fn compute_s(times: &StepTimes, predicted_s: Option<f64>) -> f64 {
 
 impl Floors {
     fn largest(&self) -> (&'static str, f64) {
-        [("drive", self.drive_s), ("compute", self.compute_s)]
+        [("drive", self.drive_s), ("compute", self.compute_s), ("host", self.host_s)]
             .into_iter()
             .fold(("link", self.link_s), |most, next| if next.1 > most.1 { next } else { most })
     }
@@ -284,6 +288,14 @@ mod tests {
     }
 
     fn report(steps: Vec<StepMetrics>, is_as_planned: bool) -> TokensReport {
+        report_of(steps, is_as_planned, None)
+    }
+
+    fn report_of(
+        steps: Vec<StepMetrics>,
+        is_as_planned: bool,
+        launch_seconds: Option<f64>,
+    ) -> TokensReport {
         let timed = Timed {
             tokens: 128,
             mean_s: 0.5,
@@ -292,6 +304,7 @@ mod tests {
             is_as_planned,
             prediction: Prediction {
                 compute_seconds: Some(0.1),
+                launch_seconds,
                 seconds: 0.25,
                 bound: Some(Bound::Link),
                 ..Prediction::default()
@@ -334,5 +347,18 @@ mod tests {
         // What the host does between visits is not in them.
         let between = StepTimes { compute_ms: 480.0, host_ms: 80.0, ..StepTimes::default() };
         assert_eq!(super::compute_s(&between, Some(0.1)), 0.48);
+    }
+
+    #[test]
+    fn the_host_is_the_floor_where_it_is_predicted_to_queue_longest_but_never_above_the_step() {
+        let of = |launch_seconds| report_of(vec![step(0, 490.0, 480.0)], false, launch_seconds);
+        let host = of(Some(0.4));
+        assert_eq!((host.floor, host.floor_s, host.ratio), ("host", 0.4, 1.25));
+        let device = of(Some(0.05));
+        assert_eq!((device.floor, device.floor_s), ("compute", 0.1));
+        // An estimate may be too high.
+        let most = of(Some(0.7));
+        assert_eq!((most.floor, most.floors.host_s, most.ratio), ("host", 0.5, 1.0));
+        assert_eq!(of(None).floors.host_s, 0.0);
     }
 }

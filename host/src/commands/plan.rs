@@ -92,11 +92,12 @@ fn report(
         format!("\nexperts        those of a layer in {groups} block(s)")
     });
     print(&format!(
-        "{plan}{groups}\nrates          {}: {}, {}, {}, {}",
+        "{plan}{groups}\nrates          {}: {}, {}, {}, {}, {}",
         if assumed { "assumed, there is no GPU here" } else { "measured" },
         rate("disk", rates.disk_gb_per_s, "GB/s"),
         rate("link", rates.link_gb_per_s, "GB/s"),
         rate("device memory", rates.memory_gb_per_s, "GB/s"),
         rate("arithmetic", rates.tflops, "TFLOPS"),
+        rate("queueing", rates.launch_us, "us per kernel"),
     ))
 }

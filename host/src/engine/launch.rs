@@ -271,8 +271,12 @@ mod tests {
             BlockSpec::pack("block", Placement::Streamed, [weight]).unwrap()
         };
         let blocks: Vec<BlockSpec> = (0..10).map(block).collect();
-        let demand =
-            Demand { graph_bytes: vec![0; 10], forward_flops: vec![0.0; 10], ..Demand::default() };
+        let demand = Demand {
+            graph_bytes: vec![0; 10],
+            forward_flops: vec![0.0; 10],
+            forward_launches: vec![0.0; 10],
+            ..Demand::default()
+        };
         Plan::new(&PlanRequest {
             first_block: 0,
             blocks: &blocks,

@@ -42,6 +42,8 @@ pub struct Job {
 pub struct Trained {
     /// Values in all of its tensors.
     pub num_values: usize,
+    /// Its tensors, each as often as there are blocks that it touches.
+    pub num_attached: usize,
     /// Names of the blocks that it touches, which mean the same however layers are cut.
     pub blocks: BTreeSet<String>,
 }
@@ -53,6 +55,7 @@ impl Trained {
         let touched = trainables.iter().flat_map(|trainable| &trainable.blocks);
         Self {
             num_values: trainables.iter().map(|trainable| trainable.tensor.numel()).sum(),
+            num_attached: trainables.iter().map(|trainable| trainable.blocks.len()).sum(),
             blocks: touched.filter_map(|it| Some(blocks.get(it.0)?.name.clone())).collect(),
         }
     }
@@ -167,6 +170,7 @@ impl<'a> Planner<'a> {
             compute_kind: kind,
             loss_chunk_bytes: ExecutorOptions::new(Device::Cpu, kind).loss_chunk_bytes,
             num_trainable: trained.num_values,
+            num_attached: trained.num_attached,
             is_cuda,
         };
         let demand = workload.demand(blocks, pass);

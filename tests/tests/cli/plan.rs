@@ -39,6 +39,10 @@ fn a_plan_is_printed_for_people_and_with_json_for_programs() {
     assert_eq!(report["tokens"], 2048);
     let seconds = report["plan"]["prediction"]["seconds"].as_f64().unwrap();
     assert!(seconds >= 0.0, "{report}");
+    let is_cuda = report["rates"]["link_gb_per_s"].is_number();
+    assert_eq!(report["rates"]["launch_us"].is_number(), is_cuda, "{report}");
+    assert_eq!(report["plan"]["prediction"]["launch_seconds"].is_number(), is_cuda, "{report}");
+    assert_eq!(text.contains("queueing kernels ("), is_cuda, "{text}");
 }
 
 #[test]
@@ -49,6 +53,14 @@ fn without_a_gpu_a_plan_for_one_is_made_from_its_memory() {
     assert_eq!(fits["rates_are_assumed"], true);
     assert!(tiers(&fits).iter().all(|tier| tier == "device"), "{fits}");
     assert_eq!(fits["plan"]["later"]["link_bytes"], 0);
+    // The host queues kernels there; the CPU of this machine queues nothing.
+    assert_eq!(fits["rates"]["launch_us"], 5.0);
+    assert_eq!(fits["plan"]["prediction"]["bound"], "host", "{fits}");
+    assert!(fits["plan"]["prediction"]["launch_seconds"].as_f64().unwrap() > 0.0, "{fits}");
+    let text = blockstreamer(&[&["plan", model()], &one[..], &job].concat()).ok().stdout;
+    for said in ["queueing kernels (", "as long as queueing kernels takes", "5.0 us per kernel"] {
+        assert!(text.contains(said), "no '{said}' in {text}");
+    }
 
     // Just what it takes without graphs, less one byte: something has to go.
     let weights = fits["plan"]["device"]["kept_bytes"].as_u64().unwrap();

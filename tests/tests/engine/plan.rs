@@ -126,6 +126,7 @@ fn a_run_by_a_plan_moves_what_the_plan_says_and_stays_within_its_device_memory()
         let demand = Demand {
             graph_bytes: vec![0; blocks.len()],
             forward_flops: vec![0.0; blocks.len()],
+            forward_launches: vec![0.0; blocks.len()],
             ..Demand::default()
         };
         let total: u64 = bytes.iter().sum();
