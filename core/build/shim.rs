@@ -23,7 +23,7 @@ pub(crate) fn compile() {
         .flag("-std=c++17")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        .files(["shim/attention.cpp", "shim/torch_shim.cpp"])
+        .files(["shim/attention.cpp", "shim/low_rank.cpp", "shim/torch_shim.cpp"])
         .compile("blockstreamer_torch_shim");
     println!("cargo:rustc-link-search=native={}", libtorch.join("lib").display());
 }

@@ -1,5 +1,5 @@
 // Flash attention with what libtorch's scaled_dot_product_attention leaves out of it: a window, and sinks.
-#include "shim.h"
+#include "guarded.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

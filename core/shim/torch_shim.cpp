@@ -1,5 +1,5 @@
 // The few libtorch calls that tch lacks. No CUDA headers: device work goes through libtorch's own dispatch.
-#include "shim.h"
+#include "guarded.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -147,12 +147,8 @@ int bs_tensor_over(void* data, int64_t num_bytes, int device_type, int index, vo
   });
 }
 
-// Whether nothing else refers to a tensor or its memory, and it is laid out without gaps: it may then be
-// changed in place.
 int bs_is_sole_owner(const Tensor* tensor, int* result, const ErrorBuffer* error) {
-  return guarded(error, [&] {
-    *result = tensor->use_count() == 1 && tensor->storage().use_count() == 1 && tensor->is_contiguous();
-  });
+  return guarded(error, [&] { *result = is_sole_owner(*tensor); });
 }
 
 // Euclidean norms, one scalar per tensor.

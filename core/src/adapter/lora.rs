@@ -10,7 +10,7 @@ use crate::adapter::random::NamedStream;
 use crate::adapter::targets::{LayerRule, ModuleRule, Target, compile, select};
 use crate::adapter::{Adapter, AdapterCall, Trainable, peft};
 use crate::block::BlockIndex;
-use crate::device::dropout;
+use crate::device::{add_low_rank, dropout};
 use crate::error::{Error, Result};
 use crate::numerics::LowRankFactors;
 use crate::site::Site;
@@ -302,8 +302,6 @@ impl Adapter for Lora {
 
     fn linear(&self, call: AdapterCall<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
         let Some((site, a, b)) = self.attachment(call) else { return Ok(output) };
-        let kind = output.f_kind()?;
-        let (a, b) = (a.f_to_kind(kind)?, b.f_to_kind(kind)?);
         let dropped = match call.dropout_seed {
             Some(seed) if self.shape.dropout > 0.0 => {
                 // Linears that share an input draw masks of their own, as in PEFT.
@@ -313,12 +311,7 @@ impl Adapter for Lora {
             _ => None,
         };
         let x = dropped.as_ref().unwrap_or(x);
-        // The scaling goes where the tensor is smallest: on [.., rank].
-        let inner = x.f_linear(&a, None::<&Tensor>)?.f_mul_scalar(site.scaling)?;
-        let rows = |tensor: &Tensor, width: i64| tensor.f_reshape([-1, width]);
-        let (out_features, rank) = b.size2()?;
-        let sum = rows(&output, out_features)?.f_addmm(&rows(&inner, rank)?, &b.f_tr()?)?;
-        Ok(sum.f_reshape(output.size())?)
+        add_low_rank(x, output, a, b, site.scaling)
     }
 
     fn expert_factors(

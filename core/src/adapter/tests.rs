@@ -311,4 +311,5 @@ fn an_export_that_fails_leaves_everything_as_it_was() {
 
 mod bad_files;
 mod experts;
+mod low_rank;
 mod rules;

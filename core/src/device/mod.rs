@@ -8,6 +8,7 @@ mod gated_kernels;
 mod host_buffer;
 mod kernel_module;
 mod link;
+mod low_rank;
 mod mxfp4_kernels;
 mod nvrtc;
 mod torch_lists;
@@ -21,6 +22,7 @@ pub(crate) use flash_attention::{flash_attention, has_flash_attention};
 pub(crate) use gated_kernels::GatedKernels;
 pub use host_buffer::HostBuffer;
 pub use link::{BareLink, host_to_device_gb_per_s};
+pub(crate) use low_rank::add_low_rank;
 pub(crate) use mxfp4_kernels::Mxfp4Kernels;
 pub(crate) use torch_lists::{AdamStep, AdamTensors, fused_adam, norms, scale};
 pub use torch_shim::{

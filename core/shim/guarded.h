@@ -1,18 +1,19 @@
-// What every function of the shim returns: 0, or 1 with a message in `error`; no exception leaves it.
+// What every function of the shim does: it returns 0, or 1 with a message in `error`; no exception leaves it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <cstddef>
 #include <cstring>
-#include <exception>
 
 struct ErrorBuffer {
   char* text;
   size_t num_bytes;
 };
 
-inline void report(const ErrorBuffer* error, const char* message) {
+namespace {
+
+void report(const ErrorBuffer* error, const char* message) {
   if (error->num_bytes == 0) return;
   std::strncpy(error->text, message, error->num_bytes - 1);
   error->text[error->num_bytes - 1] = '\0';
@@ -32,3 +33,11 @@ int guarded(const ErrorBuffer* error, F&& work) {
   }
   return 1;
 }
+
+// Whether nothing else refers to a tensor or its memory, and it is laid out without gaps: it may then be
+// changed in place.
+bool is_sole_owner(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 && tensor.is_contiguous();
+}
+
+}  // namespace
