@@ -218,15 +218,14 @@ fn backward_expands_the_packed_codes_again() {
 
 #[test]
 fn what_is_clipped_has_no_gradient() {
-    let call = |kind: Kind, gate: f32, up: f32| {
-        let x = Tensor::from_slice(&[gate, up])
-            .view([1, 2])
-            .to_device(device())
-            .to_kind(kind)
-            .set_requires_grad(true);
-        // The first matrix hands gate and up on; the second has one row for each output.
-        let one = Tensor::eye(2, (kind, device())).unsqueeze(0);
-        let down = Tensor::ones([1, 2, 1], (kind, device()));
+    // Widths of 8, so that experts in one product take them. All but the first gate and up are zero.
+    let call = |kernel: ExpertKernel, kind: Kind, gate: f32, up: f32| {
+        let mut numbers = [0.0_f32; 8];
+        numbers[..2].copy_from_slice(&[gate, up]);
+        let x = Tensor::from_slice(&numbers).view([1, 8]).to_device(device());
+        let x = x.to_kind(kind).set_requires_grad(true);
+        let one = Tensor::eye(16, (kind, device())).narrow(1, 0, 8).contiguous().unsqueeze(0);
+        let down = Tensor::ones([1, 8, 8], (kind, device()));
         let ones = Tensor::ones([1, 1], (kind, device()));
         let routing = Routing { experts: ones.zeros_like().to_kind(Kind::Int64), weights: ones };
         let shape =
@@ -235,7 +234,7 @@ fn what_is_clipped_has_no_gradient() {
             |weight| ExpertStack { weight: ExpertWeight::Dense(weight), bias: None, factors: None };
         let (gate_up, down) = (stack(&one), stack(&down));
         let call = ExpertCall { x: &x, routing: &routing, shape: &shape, gate_up, down, sum: None };
-        let output = experts(ExpertKernel::Loop, &call).unwrap();
+        let output = experts(kernel, &call).unwrap().narrow(1, 0, 1);
         let found = grad(&[&output], &[&output.ones_like()], &[&x]).unwrap();
         let gradient = Vec::<f64>::try_from(found[0].as_ref().unwrap().view(-1)).unwrap();
         (output.double_value(&[0, 0]), gradient[0] != 0.0, gradient[1] != 0.0)
@@ -248,17 +247,21 @@ fn what_is_clipped_has_no_gradient() {
         (0.5, -9.0, [0.5, -7.0]),
         (8.0, 7.5, [7.0, 7.0]),
     ] {
-        for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 2e-2)] {
-            let (output, of_gate, of_up) = call(kind, gate, up);
+        for (kernel, kind, tolerance) in [
+            (ExpertKernel::Loop, Kind::Float, 1e-5),
+            (ExpertKernel::Loop, Kind::BFloat16, 2e-2),
+            (ExpertKernel::Auto, Kind::BFloat16, 2e-2),
+        ] {
+            let (output, of_gate, of_up) = call(kernel, kind, gate, up);
             let wanted = inner(clipped[0], clipped[1]);
             assert!(
                 (output - wanted).abs() < tolerance * wanted.abs() + 1e-9,
-                "{kind:?} {gate} {up}: {output} {wanted}"
+                "{kernel:?} {kind:?} {gate} {up}: {output} {wanted}"
             );
             assert_eq!(
                 (of_gate, of_up),
                 (clipped[0] == f64::from(gate), clipped[1] == f64::from(up)),
-                "{kind:?} {gate} {up}"
+                "{kernel:?} {kind:?} {gate} {up}"
             );
         }
     }

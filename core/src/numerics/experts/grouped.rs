@@ -5,7 +5,9 @@ use tch::{Kind, Tensor};
 use super::packed::Products;
 use super::slots::Slots;
 use super::{ExpertCall, ExpertKernel, ExpertStack, ExpertWeight, LowRankFactors};
+use crate::device::{GatedKernels, with_gradient};
 use crate::error::Result;
+use crate::scope::ExpertShape;
 
 /// libtorch's grouped product wants every row, and every matrix, to start at a multiple of this.
 const ALIGNMENT_BYTES: i64 = 16;
@@ -45,7 +47,7 @@ pub(super) fn run(kernel: ExpertKernel, call: &ExpertCall<'_>) -> Result<Tensor>
     let linear = |stack, x: &Tensor| linear(stack, x, &slots, &products);
     let rows = slots.rows_of(call.x)?;
     let fused = linear(&call.gate_up, &rows)?;
-    let output = linear(&call.down, &call.activate(&fused)?)?;
+    let output = linear(&call.down, &activate(call, &fused)?)?;
 
     let (num_tokens, hidden) = call.x.size2()?;
     let by_token = slots.by_token(&output)?.f_view([num_tokens, call.top_k(), hidden])?;
@@ -56,6 +58,19 @@ pub(super) fn run(kernel: ExpertKernel, call: &ExpertCall<'_>) -> Result<Tensor>
         None => total,
     };
     Ok(total.f_to_kind(call.x.f_kind()?)?)
+}
+
+/// As [`ExpertCall::activate`], rounded once where there are kernels that do all of it.
+fn activate(call: &ExpertCall<'_>, fused: &Tensor) -> Result<Tensor> {
+    let &ExpertShape { gate_up, activation, .. } = call.shape;
+    let Some(kernels) = GatedKernels::of(fused.device()).filter(|it| it.take(fused)) else {
+        return call.activate(fused);
+    };
+    let output = tch::no_grad(|| kernels.forward(fused, gate_up, activation))?;
+    let held = fused.f_detach()?;
+    with_gradient(fused, &output, move |gradient| {
+        kernels.backward(&held, gradient, gate_up, activation)
+    })
 }
 
 /// Row `i` of `x` times the matrix of the expert whose rows end first behind `i`.

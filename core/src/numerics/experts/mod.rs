@@ -3,7 +3,6 @@
 
 use tch::Tensor;
 
-use crate::device::{GatedKernels, with_gradient};
 use crate::error::{Error, Result};
 use crate::numerics::Mxfp4;
 use crate::scope::{ExpertActivation, ExpertShape, GateUp, Routing};
@@ -24,7 +23,8 @@ pub enum ExpertKernel {
     /// one call and in several give the same bits, forward and backward. Packed matrices are expanded one at a
     /// time, in backward again.
     Loop,
-    /// bf16 and fp16: all experts in one product, and the sum over a token's experts in fp32. The host does
+    /// bf16 and fp16: all experts in one product, and the sum over a token's experts in fp32. On CUDA in bf16 the
+    /// activation is computed in fp32 too, and rounded once. The host does
     /// not wait on devices for which libtorch has such a product (bf16, compute capability 9 and 10);
     /// elsewhere libtorch loops. What does not fit (another dtype, weights stored in another one, widths
     /// that are no multiple of 8) is computed as in [`ExpertKernel::Loop`]. Packed matrices are expanded some
@@ -129,16 +129,9 @@ impl ExpertCall<'_> {
         }
     }
 
-    /// `activation(gate) * up` of the fused projection `[rows, 2 * intermediate_size]`.
+    /// `activation(gate) * up` of the fused projection `[rows, 2 * intermediate_size]`, every operation rounded.
     fn activate(&self, fused: &Tensor) -> Result<Tensor> {
         let &ExpertShape { gate_up, activation, .. } = self.shape;
-        if let Some(kernels) = GatedKernels::of(fused.device()).filter(|it| it.take(fused)) {
-            let output = tch::no_grad(|| kernels.forward(fused, gate_up, activation))?;
-            let held = fused.f_detach()?;
-            return with_gradient(fused, &output, move |gradient| {
-                kernels.backward(&held, gradient, gate_up, activation)
-            });
-        }
         let halves = match gate_up {
             GateUp::Concatenated => fused.f_chunk(2, 1)?,
             GateUp::Interleaved => fused.f_view([fused.size()[0], -1, 2])?.f_unbind(2)?,
