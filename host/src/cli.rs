@@ -95,7 +95,7 @@ pub struct ExpertArgs {
     /// How experts lie in the files, where their shapes cannot tell: in_out, out_in
     #[arg(long, value_parser = expert_layout)]
     pub expert_layout: Option<ExpertLayout>,
-    /// Blocks that the experts of a layer are dealt over; as few as leave room for all slots if not given
+    /// Blocks that the experts of a layer are dealt over; if not given, as few as leave room for all slots, or more where that saves reads
     #[arg(long, value_parser = at_least_one)]
     pub expert_groups: Option<usize>,
 }

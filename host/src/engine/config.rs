@@ -60,7 +60,7 @@ pub struct StreamConfig {
     /// Blocks on the device beyond the one in use.
     pub prefetch_ahead: usize,
     /// Blocks that the experts of a layer are dealt over; a divisor of their number. Not given: as few as
-    /// leave room for all slots.
+    /// leave room for all slots, or more where that saves reads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_groups: Option<usize>,
     /// Largest block that a slot may hold.

@@ -1,4 +1,5 @@
-//! How many blocks the experts of a layer are dealt over: as few as the device has room for.
+//! How many blocks the experts of a layer are dealt over: as few as the device has room for, or more, where
+//! smaller slots leave room for blocks that would be read from the drive every time.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -13,6 +14,9 @@ use tch::Kind;
 use super::planning::Trained;
 use super::{Job, Memory, OpenModel, Planner, StreamConfig};
 use crate::plugins::Registry;
+
+/// Share of a pass's reads that a finer cut must save, to be worth more blocks to queue.
+const LEAST_SAVED: f64 = 0.03;
 
 /// What a model is cut for.
 #[derive(Debug, Clone, Copy)]
@@ -42,17 +46,42 @@ pub struct Fitted<'a> {
     pub planner: Planner<'a>,
 }
 
+/// How good a cut is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Merit {
+    /// Slots, and what is missing where there is no room for any.
+    room: (usize, Reverse<u64>),
+    /// Whether that is all slots.
+    is_enough: bool,
+    /// Read from the drive in every pass.
+    disk_bytes: u64,
+}
+
+impl Merit {
+    /// Whether a finer cut that is this good is to be taken.
+    fn beats(&self, coarser: &Self) -> bool {
+        if coarser.is_enough {
+            let saved = coarser.disk_bytes.saturating_sub(self.disk_bytes);
+            return self.is_enough && saved as f64 >= LEAST_SAVED * coarser.disk_bytes as f64;
+        }
+        self.is_enough || self.room > coarser.room
+    }
+}
+
 impl<'a> Cut<'a> {
-    /// The cut with the fewest groups, but at least `least`, that leaves room for all slots; if none does, the
-    /// one with the most slots; if none leaves room for any, the one that lacks the least. Shards and
-    /// `stream.expert_groups` leave no choice.
+    /// The cut with the fewest groups, but at least `least`, that leaves room for all slots, or finer ones as
+    /// long as each reads markedly less than the one before; if none has room, the one with the most slots; if
+    /// none leaves room for any, the one that lacks the least. Shards and `stream.expert_groups` leave no choice.
     ///
     /// # Errors
     /// When the files cannot be opened, shards belong to another checkpoint, or there is nothing to plan.
     pub fn fit(&self, trained: &Trained, memory: Memory, least: usize) -> Result<Fitted<'a>> {
-        let mut best: Option<((usize, Reverse<u64>), Fitted<'a>)> = None;
+        let mut best: Option<(Merit, Fitted<'a>)> = None;
         let mut refusal = None;
         for num_groups in self.candidates().into_iter().filter(|groups| *groups >= least) {
+            if best.as_ref().is_some_and(|(best, _)| best.is_enough && best.disk_bytes == 0) {
+                break;
+            }
             let fitted = match self.cut(num_groups, trained) {
                 Ok(fitted) => fitted,
                 Err(error) => {
@@ -61,16 +90,21 @@ impl<'a> Cut<'a> {
                 }
             };
             // Finer cuts have smaller blocks, but more of them keep a sum for backward.
-            let (room, is_enough) = match fitted.planner.plan(memory) {
-                Ok(plan) => ((plan.num_slots, Reverse(0)), self.has_all_slots(&plan)),
-                Err(Error::Budget { missing_bytes, .. }) => ((0, Reverse(missing_bytes)), false),
+            let merit = match fitted.planner.plan(memory) {
+                Ok(plan) => Merit {
+                    room: (plan.num_slots, Reverse(0)),
+                    is_enough: self.has_all_slots(&plan),
+                    disk_bytes: plan.later.disk_bytes,
+                },
+                Err(Error::Budget { missing_bytes, .. }) => {
+                    Merit { room: (0, Reverse(missing_bytes)), is_enough: false, disk_bytes: 0 }
+                }
                 Err(error) => return Err(error.into()),
             };
-            if best.as_ref().is_none_or(|(most, _)| room > *most) || is_enough {
-                best = Some((room, fitted));
-            }
-            if is_enough {
-                break;
+            match &best {
+                Some((best, _)) if !merit.beats(best) && best.is_enough => break,
+                Some((best, _)) if !merit.beats(best) => {}
+                _ => best = Some((merit, fitted)),
             }
         }
         let (_, fitted) = match (best, refusal) {
@@ -135,5 +169,28 @@ impl OpenModel {
         let options = ModelOptions { num_expert_groups, ..self.options };
         Self::open(registry, &self.directory, options)
             .with_context(|| format!("cannot deal the experts over {num_expert_groups} blocks"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn merit(num_slots: usize, is_enough: bool, disk_bytes: u64) -> Merit {
+        Merit { room: (num_slots, Reverse(0)), is_enough, disk_bytes }
+    }
+
+    #[test]
+    fn slots_come_before_reads_and_a_saving_must_be_worth_more_blocks() {
+        let lacking =
+            |missing_bytes| Merit { room: (0, Reverse(missing_bytes)), ..merit(0, false, 0) };
+        assert!(lacking(7).beats(&lacking(8)) && !lacking(8).beats(&lacking(7)));
+        assert!(merit(1, false, 900).beats(&lacking(1)));
+        assert!(merit(2, true, 900).beats(&merit(3, false, 100)), "all slots that blocks need");
+        assert!(!merit(2, false, 100).beats(&merit(2, false, 900)), "no more slots");
+        assert!(merit(3, true, 970).beats(&merit(3, true, 1000)));
+        assert!(!merit(3, true, 971).beats(&merit(3, true, 1000)));
+        assert!(!merit(2, false, 0).beats(&merit(3, true, 1000)));
+        assert!(!merit(3, true, 1200).beats(&merit(3, true, 1000)));
     }
 }

@@ -129,6 +129,27 @@ fn the_least_that_works_is_that_of_the_cut_which_needs_the_least() {
 }
 
 #[test]
+fn a_finer_cut_is_taken_where_what_its_slots_leave_saves_reads() {
+    let folder = Folder::new();
+    let model = folder.path("model");
+    blockstreamer(&["synth", "gpt-oss:tiny", "--layers", "24", "--out", &model]).ok();
+    let plan = |memory: &str, extra: &[&str]| {
+        let plan = plan_of(&model, &[&["--ram", memory, "--tokens", "8"], extra].concat());
+        (plan["expert_groups"].clone(), plan["plan"]["later"]["disk_bytes"].as_u64().unwrap())
+    };
+    let (groups, chosen) = plan("48400KiB", &[]);
+    let [coarse, same, finer] = ["1", "2", "4"].map(|groups| {
+        let (_, disk_bytes) = plan("48400KiB", &["--expert-groups", groups]);
+        disk_bytes
+    });
+    // One block holds all experts and has room for all slots, but two read less, and four no less than two.
+    assert!(coarse > 2 * same && same > 0 && finer > same, "{coarse} {same} {finer}");
+    assert_eq!((groups, chosen), (2.into(), same));
+    // Where nothing is read there is nothing to save.
+    assert_eq!(plan("4GiB", &[]), (1.into(), 0));
+}
+
+#[test]
 fn training_by_a_plan_moves_what_was_planned_and_gives_the_bits_of_training_from_disk() {
     let folder = Folder::new();
     // Rows of one length, so that the plan knows how many tokens a step has.
