@@ -20,8 +20,7 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& query, const Tensor& key,
                         const Tensor& value, const std::optional<Tensor>& sinks, bool causal, int64_t window,
                         double scale, bool is_recorded) {
-    // The kernel's layout is [batch, sequence, heads, head_dim].
-    Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    Tensor q = rows(query), k = rows(key), v = rows(value);
     auto [output, log_sum, random_state, unused, mask] =
         at::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1), 0.0, causal, false, scale,
                                      before(window), std::nullopt);
@@ -56,6 +55,12 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
       dsinks = (weight * along).sum(at::IntArrayRef({0, 2})).neg().to(saved[7].scalar_type());
     }
     return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dsinks, {}, {}, {}, {}};
+  }
+
+  // In the kernel's layout, [batch, sequence, heads, head_dim], whose last dimension must be dense.
+  static Tensor rows(const Tensor& heads) {
+    Tensor rows = heads.transpose(1, 2);
+    return rows.stride(-1) == 1 ? rows : rows.contiguous();
   }
 
   // How many keys before its own a query sees; all without a window.

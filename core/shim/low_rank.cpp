@@ -38,6 +38,18 @@ Tensor master_product(const Tensor& left, const Tensor& right) {
   return at::mm(left, right).to(at::kFloat);
 }
 
+// Whether nothing else refers to the values of a tensor. A linear with a bias hands out its rows in the shape of
+// its input: a view, whose base is then another that must belong to nobody. Memory that cannot be resized was not
+// taken from libtorch's allocator, and somebody may hold it whom libtorch does not know.
+bool belongs_to_nobody_else(const Tensor& tensor) {
+  if (!tensor.is_contiguous() || tensor.use_count() != 1) return false;
+  auto storage = tensor.storage();  // one reference more
+  if (!storage.unsafeGetStorageImpl()->resizable()) return false;
+  if (!tensor.is_view()) return storage.use_count() == 2;
+  const at::TensorBase& base = tensor._base();
+  return base.use_count() == 1 && base.numel() == tensor.numel() && storage.use_count() == 3;
+}
+
 struct LowRankNode final : public torch::autograd::Node {
   enum Input { X, OUTPUT, A, B, NUM_INPUTS };
 
@@ -108,9 +120,8 @@ int bs_add_low_rank(const Tensor* x, const Tensor* output, const Tensor* a, cons
       node = std::shared_ptr<LowRankNode>(new LowRankNode(scaling), torch::autograd::deleteNode);
       node->set_next_edges(torch::autograd::collect_next_edges(*x, *output, *a, *b));
     }
-    // A graph that kept the output for its own backward refers to its memory. What cannot be resized was not
-    // taken from libtorch's allocator, and somebody may hold it whom libtorch does not know.
-    bool may_be_changed = is_sole_owner(*output) && output->storage().unsafeGetStorageImpl()->resizable();
+    // A graph that kept the output for its own backward refers to its memory.
+    bool may_be_changed = belongs_to_nobody_else(*output);
     Tensor cast_a, cast_b, inner, sum;
     {
       at::AutoDispatchBelowADInplaceOrView no_history;

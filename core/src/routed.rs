@@ -67,7 +67,8 @@ pub fn choose(scores: &Tensor, top_k: usize) -> Result<(Tensor, Tensor)> {
         let all = Tensor::f_arange(num_experts, (Kind::Int64, places.device()))?;
         let is_chosen = places.f_unsqueeze(-1)?.f_eq_tensor(&all)?;
         // One of the choices at most is this expert: the sum is it, or zero.
-        let by_choice = gradient.f_unsqueeze(-1)?.f_mul(&is_chosen)?;
+        let none = Tensor::f_zeros([1_i64], (gradient.f_kind()?, places.device()))?;
+        let by_choice = gradient.f_unsqueeze(-1)?.f_where_self(&is_chosen, &none)?;
         Ok(by_choice.f_sum_dim_intlist([-2_i64].as_slice(), false, gradient.f_kind()?)?)
     })?;
     Ok((chosen, experts))
@@ -111,4 +112,38 @@ pub fn receive(
     }
     let hidden = state.take(HIDDEN)?.f_add(&sum)?;
     Ok(state.with(HIDDEN, hidden))
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+    use crate::device::grad;
+
+    #[test]
+    fn choosing_is_topk_with_its_gradient() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            for (size, top_k) in [(&[5, 6][..], 2), (&[2, 3, 6], 1), (&[2, 3, 6], 6), (&[1, 7], 4)]
+            {
+                let count = size.iter().product::<i64>();
+                let waves = (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.7).sin();
+                let scores = waves.view(size).to_kind(kind).set_requires_grad(true);
+                let (wanted, wanted_experts) = scores.topk(top_k, -1, true, true);
+                let (found, experts) = choose(&scores, top_k as usize).unwrap();
+                assert!(found.equal(&wanted) && experts.equal(&wanted_experts), "{size:?}");
+                let upstream = found.detach().cos();
+                // What overflowed stays where it is.
+                let _ = upstream.view(-1).get(0).fill_(f64::INFINITY);
+                let [wanted, found] = [wanted, found].map(|chosen| {
+                    let gradient = grad(&[&chosen], &[&upstream], &[&scores]).unwrap();
+                    gradient.into_iter().next().flatten().unwrap()
+                });
+                assert_eq!((found.kind(), found.equal(&wanted)), (kind, true), "{size:?} {top_k}");
+            }
+        }
+        let frozen = Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+        assert!(!choose(&frozen, 2).unwrap().0.requires_grad());
+        assert!(choose(&frozen, 4).is_err());
+    }
 }

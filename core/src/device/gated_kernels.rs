@@ -12,6 +12,10 @@ pub(super) const SOURCE: &str = include_str!("kernels/gated.cu");
 
 /// Gates and ups are read in pairs.
 const ALIGNMENT_BYTES: usize = 4;
+/// Gates and ups of a row: a grid has at most 65,535 blocks of [`THREADS`] in its second dimension.
+const MOST_COLUMNS: i64 = 2 * 65_535 * THREADS;
+/// Threads of a block, each with one gate and up.
+const THREADS: i64 = 256;
 
 /// The kernels of one device, each forward and backward.
 #[derive(Debug)]
@@ -42,7 +46,7 @@ impl GatedKernels {
     pub(crate) fn take(&self, fused: &Tensor) -> bool {
         fused.device() == self.device
             && fused.kind() == Kind::BFloat16
-            && matches!(fused.size()[..], [0..=0x7fff_ffff, 0..=0x7fff_ffff])
+            && matches!(fused.size()[..], [0..=0x7fff_ffff, 0..=MOST_COLUMNS])
             && fused.size()[1] % 2 == 0
             && fused.is_contiguous()
             && (fused.data_ptr() as usize).is_multiple_of(ALIGNMENT_BYTES)
@@ -79,7 +83,10 @@ impl GatedKernels {
         activation: ExpertActivation,
     ) -> Result<Tensor> {
         let (rows, width) = self.check(fused)?;
-        if gradient.size() != [rows, width] || gradient.f_kind()? != Kind::BFloat16 {
+        if gradient.size() != [rows, width]
+            || gradient.f_kind()? != Kind::BFloat16
+            || gradient.device() != self.device
+        {
             let message = format!(
                 "is {:?} {:?}, but must be bf16 [{rows}, {width}]",
                 gradient.kind(),
@@ -117,7 +124,6 @@ impl GatedKernels {
         gate_up: GateUp,
         activation: ExpertActivation,
     ) -> Result<()> {
-        const THREADS: i64 = 256;
         arguments.int(width).int(i64::from(gate_up == GateUp::Interleaved));
         let kernel = match activation {
             ExpertActivation::Silu => self.silu[way],

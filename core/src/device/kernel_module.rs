@@ -11,7 +11,7 @@ use super::cuda::{context, failed, libtorch_folder};
 use super::nvrtc;
 use crate::error::{Error, Result};
 
-/// Compute capability from which there are products of bf16.
+/// Compute capability from which there are bf16 and its products.
 const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
 /// What was made of one source for each device that asked; `None` where that failed.
@@ -90,7 +90,7 @@ impl KernelModule {
     /// Queues `width` by `height` blocks of `num_threads`.
     ///
     /// # Safety
-    /// The arguments must have the number and types of the kernel's parameters, and point to tensors on this
+    /// The kernel must be one of this module. The arguments must have the number and types of the kernel's parameters, and point to tensors on this
     /// device of the sizes that the kernel takes them to have.
     ///
     /// # Errors

@@ -61,8 +61,11 @@ impl Merit {
     /// Whether a finer cut that is this good is to be taken.
     fn beats(&self, coarser: &Self) -> bool {
         if coarser.is_enough {
+            // Savings shrink from cut to cut, as slots do: the first that is not worth it ends the search.
             let saved = coarser.disk_bytes.saturating_sub(self.disk_bytes);
-            return self.is_enough && saved as f64 >= LEAST_SAVED * coarser.disk_bytes as f64;
+            return self.is_enough
+                && saved > 0
+                && saved as f64 >= LEAST_SAVED * coarser.disk_bytes as f64;
         }
         self.is_enough || self.room > coarser.room
     }
@@ -99,6 +102,8 @@ impl<'a> Cut<'a> {
                 Err(Error::Budget { missing_bytes, .. }) => {
                     Merit { room: (0, Reverse(missing_bytes)), is_enough: false, disk_bytes: 0 }
                 }
+                // A good cut is at hand.
+                Err(_) if best.as_ref().is_some_and(|(best, _)| best.is_enough) => break,
                 Err(error) => return Err(error.into()),
             };
             match &best {

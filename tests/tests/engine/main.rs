@@ -10,6 +10,7 @@
 )]
 
 mod accounting;
+mod adapted;
 mod attention;
 mod cuda;
 mod ends;

@@ -218,18 +218,26 @@ fn backward_expands_the_packed_codes_again() {
 
 #[test]
 fn what_is_clipped_has_no_gradient() {
-    // Widths of 8, so that experts in one product take them. All but the first gate and up are zero.
-    let call = |kernel: ExpertKernel, kind: Kind, gate: f32, up: f32| {
-        let mut numbers = [0.0_f32; 8];
+    // Of a width that experts in one product take, and that is more than one block of threads. All but the last
+    // gate and up are zero.
+    const SIZE: i64 = 264;
+    let call = |kernel: ExpertKernel, kind: Kind, gate_up_order: GateUp, gate: f32, up: f32| {
+        let mut numbers = [0.0_f32; SIZE as usize];
         numbers[..2].copy_from_slice(&[gate, up]);
-        let x = Tensor::from_slice(&numbers).view([1, 8]).to_device(device());
+        let x = Tensor::from_slice(&numbers).view([1, SIZE]).to_device(device());
         let x = x.to_kind(kind).set_requires_grad(true);
-        let one = Tensor::eye(16, (kind, device())).narrow(1, 0, 8).contiguous().unsqueeze(0);
-        let down = Tensor::ones([1, 8, 8], (kind, device()));
+        let rows = match gate_up_order {
+            GateUp::Interleaved => [2 * SIZE - 2, 2 * SIZE - 1],
+            GateUp::Concatenated => [SIZE - 1, 2 * SIZE - 1],
+        };
+        let one = Tensor::zeros([1, 2 * SIZE, SIZE], (kind, device()));
+        for (column, row) in (0..).zip(rows) {
+            let _ = one.get(0).get(row).get(column).fill_(1.0);
+        }
+        let down = Tensor::ones([1, SIZE, SIZE], (kind, device()));
         let ones = Tensor::ones([1, 1], (kind, device()));
         let routing = Routing { experts: ones.zeros_like().to_kind(Kind::Int64), weights: ones };
-        let shape =
-            ExpertShape { experts: 0..1, gate_up: GateUp::Interleaved, activation: ACTIVATION };
+        let shape = ExpertShape { experts: 0..1, gate_up: gate_up_order, activation: ACTIVATION };
         let stack =
             |weight| ExpertStack { weight: ExpertWeight::Dense(weight), bias: None, factors: None };
         let (gate_up, down) = (stack(&one), stack(&down));
@@ -247,21 +255,22 @@ fn what_is_clipped_has_no_gradient() {
         (0.5, -9.0, [0.5, -7.0]),
         (8.0, 7.5, [7.0, 7.0]),
     ] {
-        for (kernel, kind, tolerance) in [
-            (ExpertKernel::Loop, Kind::Float, 1e-5),
-            (ExpertKernel::Loop, Kind::BFloat16, 2e-2),
-            (ExpertKernel::Auto, Kind::BFloat16, 2e-2),
+        for (kernel, kind, order, tolerance) in [
+            (ExpertKernel::Loop, Kind::Float, GateUp::Interleaved, 1e-5),
+            (ExpertKernel::Loop, Kind::BFloat16, GateUp::Concatenated, 2e-2),
+            (ExpertKernel::Auto, Kind::BFloat16, GateUp::Concatenated, 2e-2),
+            (ExpertKernel::Auto, Kind::BFloat16, GateUp::Interleaved, 2e-2),
         ] {
-            let (output, of_gate, of_up) = call(kernel, kind, gate, up);
+            let (output, of_gate, of_up) = call(kernel, kind, order, gate, up);
             let wanted = inner(clipped[0], clipped[1]);
             assert!(
                 (output - wanted).abs() < tolerance * wanted.abs() + 1e-9,
-                "{kernel:?} {kind:?} {gate} {up}: {output} {wanted}"
+                "{kernel:?} {kind:?} {order:?} {gate} {up}: {output} {wanted}"
             );
             assert_eq!(
                 (of_gate, of_up),
                 (clipped[0] == f64::from(gate), clipped[1] == f64::from(up)),
-                "{kernel:?} {kind:?} {gate} {up}"
+                "{kernel:?} {kind:?} {order:?} {gate} {up}"
             );
         }
     }

@@ -21,11 +21,12 @@ pub enum AttentionKernel {
     /// sinks that is gpt-oss's, which stays in the dtype of the scores. Memory grows with the square of the
     /// sequence; for parity and for the CPU.
     Eager,
-    /// libtorch's fused kernels, fp32 inside: no scores in memory. In 16 bits on a GPU, without padding and
-    /// packed samples, one kernel does all, sinks and windows too; elsewhere sinks become a key, and windows
-    /// tiles. Without padding and packed samples memory
+    /// libtorch's fused kernels, fp32 inside: no scores in memory. Without padding and packed samples memory
     /// grows with the sequence, under a window with sequence times window in any case; only a mask for the
     /// full pattern is a square, one for all heads.
+    ///
+    /// In 16 bits on a GPU, without padding and packed samples, flash attention does sinks and windows too (heads
+    /// of a multiple of 8 up to 256); elsewhere sinks become a key, and windows tiles.
     #[default]
     Fused,
 }
@@ -158,6 +159,7 @@ impl<'a> Call<'a> {
             && self.pattern.key_mask.is_none()
             && self.pattern.segments.is_none()
             && matches!(self.query.kind(), Kind::Half | Kind::BFloat16)
+            && self.query.numel() > 0
             && head_dim % 8 == 0
             && head_dim <= 256
             && self.value.size().last() == Some(&head_dim)

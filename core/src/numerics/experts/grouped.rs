@@ -45,12 +45,13 @@ pub(super) fn run(kernel: ExpertKernel, call: &ExpertCall<'_>) -> Result<Tensor>
     let slots = Slots::sort(&call.routing.experts, &call.shape.experts)?;
     let products = Products::choose(kernel, call, &slots)?;
     let linear = |stack, x: &Tensor| linear(stack, x, &slots, &products);
-    let rows = slots.rows_of(call.x)?;
+    let places = slots.places()?;
+    let rows = slots.rows_of(call.x, &places)?;
     let fused = linear(&call.gate_up, &rows)?;
     let output = linear(&call.down, &activate(call, &fused)?)?;
 
     let (num_tokens, hidden) = call.x.size2()?;
-    let by_token = slots.by_token(&output)?.f_view([num_tokens, call.top_k(), hidden])?;
+    let by_token = slots.by_token(&output, &places)?.f_view([num_tokens, call.top_k(), hidden])?;
     let weighted = by_token.f_mul(&call.routing.weights.f_unsqueeze(2)?)?;
     let total = weighted.f_sum_dim_intlist([1_i64].as_slice(), false, Kind::Float)?;
     let total = match call.sum {

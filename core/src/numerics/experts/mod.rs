@@ -23,12 +23,12 @@ pub enum ExpertKernel {
     /// one call and in several give the same bits, forward and backward. Packed matrices are expanded one at a
     /// time, in backward again.
     Loop,
-    /// bf16 and fp16: all experts in one product, and the sum over a token's experts in fp32. On CUDA in bf16 the
-    /// activation is computed in fp32 too, and rounded once. The host does
-    /// not wait on devices for which libtorch has such a product (bf16, compute capability 9 and 10);
-    /// elsewhere libtorch loops. What does not fit (another dtype, weights stored in another one, widths
-    /// that are no multiple of 8) is computed as in [`ExpertKernel::Loop`]. Packed matrices are expanded some
-    /// at a time, in backward again; the host waits once per call.
+    /// bf16 and fp16: all experts in one product, and the sum over a token's experts in fp32. On CUDA in bf16
+    /// the activation is computed in fp32 too, and rounded once. The host does not wait on devices for which
+    /// libtorch has such a product (bf16, compute capability 9 and 10); elsewhere libtorch loops. What does not
+    /// fit (another dtype, weights stored in another one, widths that are no multiple of 8) is computed as in
+    /// [`ExpertKernel::Loop`]. Packed matrices are expanded some at a time, in backward again; the host waits
+    /// once per call.
     Grouped,
     /// Packed matrices, bf16, on CUDA: kernels of our own that read the packed codes and expand them on the
     /// fly. The host does not wait. What does not fit, or where there are no such kernels, is computed as in

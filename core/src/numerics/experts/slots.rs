@@ -13,8 +13,6 @@ pub(super) struct Slots {
     /// All slots by expert, in ascending order, `[slots]`, Int64. Those of experts outside the range come
     /// last.
     pub(super) order: Tensor,
-    /// Where each slot is in `order`, `[slots]`, Int64.
-    places: Tensor,
     /// The token of each slot of `order`, likewise.
     pub(super) tokens: Tensor,
     /// The expert of each, counted from the first of the range, likewise, Int. Experts outside are the last of
@@ -40,12 +38,16 @@ impl Slots {
         // An expert's slots end where those of the next number begin.
         let next = Tensor::f_arange_start(1, num_experts + 1, (Kind::Int, experts.device()))?;
         let ends = next.f_searchsorted(&sorted, true, false, "left", None::<&Tensor>)?;
-        // The inverse. To scatter numbers would be sorting too, in deterministic mode, and more.
-        let places = order.f_argsort(0, false)?;
         let tokens = order.f_divide_scalar_mode(top_k, "floor")?;
         let outside = sorted.f_ge(num_experts)?.f_unsqueeze(1)?;
         let experts = sorted.f_clamp_max(num_experts - 1)?;
-        Ok(Self { order, places, tokens, experts, outside, ends, top_k })
+        Ok(Self { order, tokens, experts, outside, ends, top_k })
+    }
+
+    /// Where each slot is in `order`, `[slots]`, Int64.
+    pub(super) fn places(&self) -> Result<Tensor> {
+        // To scatter numbers would be sorting too, in deterministic mode, and more.
+        Ok(self.order.f_argsort(0, false)?)
     }
 
     /// The row of `x` `[tokens, size]` that each slot is about, in the order of `order`; zeros for experts
@@ -53,10 +55,10 @@ impl Slots {
     ///
     /// What libtorch makes the gradient with adds rows into others, one after another in deterministic mode.
     /// A token's slots are known here: they are brought together, and added up once.
-    pub(super) fn rows_of(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn rows_of(&self, x: &Tensor, places: &Tensor) -> Result<Tensor> {
         let rows =
             tch::no_grad(|| x.f_index_select(0, &self.tokens)?.f_masked_fill(&self.outside, 0.0))?;
-        let [places, outside] = [&self.places, &self.outside].map(Tensor::shallow_clone);
+        let [places, outside] = [places, &self.outside].map(Tensor::shallow_clone);
         let top_k = self.top_k;
         with_gradient(x, &rows, move |gradient| {
             let size = gradient.size2()?.1;
@@ -67,10 +69,9 @@ impl Slots {
     }
 
     /// Rows in the order of `order` by token and choice, `[tokens * top_k, size]`; zeros for experts outside.
-    pub(super) fn by_token(&self, rows: &Tensor) -> Result<Tensor> {
-        let by_slot = tch::no_grad(|| {
-            rows.f_masked_fill(&self.outside, 0.0)?.f_index_select(0, &self.places)
-        })?;
+    pub(super) fn by_token(&self, rows: &Tensor, places: &Tensor) -> Result<Tensor> {
+        let by_slot =
+            tch::no_grad(|| rows.f_masked_fill(&self.outside, 0.0)?.f_index_select(0, places))?;
         let [order, outside] = [&self.order, &self.outside].map(Tensor::shallow_clone);
         with_gradient(rows, &by_slot, move |gradient| {
             Ok(gradient.f_index_select(0, &order)?.f_masked_fill(&outside, 0.0)?)
