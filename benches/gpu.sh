@@ -310,11 +310,12 @@ gpt_oss_places() {
     rm -rf "$model"
 }
 
-# A small machine again: 20b whole, and 120b with as many layers as the drive holds.
+# A small machine again: 20b whole, there and with all on the device, and 120b with as many layers as the drive holds.
 gpt_oss_small() {
     local ok=0 model="$work/120b"
     watched limited "$(limit_group)" bench gpt-oss-20b step gpt-oss:20b --work-dir "$work/20b" --tier auto --vram 8GiB --cold \
         --tokens 128,2048 --steps 3 --warmup 2 || ok=1
+    bench gpt-oss-20b-device step "$work"/20b/* --tier device --tokens 128,2048,4096 --steps 6 --warmup 2 || ok=1
     rm -rf "$work/20b" "$work/8b"
     time "$bs" synth gpt-oss:120b --layers "${GPT_OSS_LAYERS:-12}" --out "$model" || return 1
     watched limited "$(limit_group)" bench gpt-oss-small step "$model" --tier auto --vram 8GiB --cold \

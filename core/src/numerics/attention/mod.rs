@@ -26,7 +26,7 @@ pub enum AttentionKernel {
     /// full pattern is a square, one for all heads.
     ///
     /// In 16 bits on a GPU, without padding and packed samples, flash attention does sinks and windows too (heads
-    /// of a multiple of 8 up to 256); elsewhere sinks become a key, and windows tiles.
+    /// of a multiple of 8 up to 192); elsewhere sinks become a key, and windows tiles.
     #[default]
     Fused,
 }
@@ -161,7 +161,8 @@ impl<'a> Call<'a> {
             && matches!(self.query.kind(), Kind::Half | Kind::BFloat16)
             && self.query.numel() > 0
             && head_dim % 8 == 0
-            && head_dim <= 256
+            // Wider ones have no backward on some devices.
+            && head_dim <= 192
             && self.value.size().last() == Some(&head_dim)
             && has_flash_attention(self.query.device())
     }
