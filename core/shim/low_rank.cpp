@@ -38,16 +38,12 @@ Tensor master_product(const Tensor& left, const Tensor& right) {
   return at::mm(left, right).to(at::kFloat);
 }
 
-// Whether nothing else refers to the values of a tensor. A linear with a bias hands out its rows in the shape of
-// its input: a view, whose base is then another that must belong to nobody. Memory that cannot be resized was not
-// taken from libtorch's allocator, and somebody may hold it whom libtorch does not know.
+// Whether nothing else refers to the values of a tensor. Memory that cannot be resized was not taken from libtorch's
+// allocator, and somebody may hold it whom libtorch does not know.
 bool belongs_to_nobody_else(const Tensor& tensor) {
-  if (!tensor.is_contiguous() || tensor.use_count() != 1) return false;
-  auto storage = tensor.storage();  // one reference more
-  if (!storage.unsafeGetStorageImpl()->resizable()) return false;
-  if (!tensor.is_view()) return storage.use_count() == 2;
-  const at::TensorBase& base = tensor._base();
-  return base.use_count() == 1 && base.numel() == tensor.numel() && storage.use_count() == 3;
+  const auto& storage = tensor.storage();
+  return tensor.use_count() == 1 && storage.use_count() == 1 && tensor.is_contiguous() &&
+         storage.unsafeGetStorageImpl()->resizable();
 }
 
 struct LowRankNode final : public torch::autograd::Node {
