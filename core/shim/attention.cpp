@@ -2,8 +2,8 @@
 #include "guarded.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <optional>
 #include <tuple>
@@ -79,10 +79,9 @@ int bs_flash_attention(const Tensor* query, const Tensor* key, const Tensor* val
                        int64_t window, double scale, Tensor** result, const ErrorBuffer* error) {
   return guarded(error, [&] {
     auto sink = sinks == nullptr ? std::nullopt : std::make_optional(*sinks);
-    bool wanted = query->requires_grad() || key->requires_grad() || value->requires_grad() ||
-                  (sink && sink->requires_grad());
-    *result = new Tensor(FlashAttention::apply(*query, *key, *value, sink, causal != 0, window, scale,
-                                               wanted && c10::GradMode::is_enabled()));
+    bool is_recorded = torch::autograd::compute_requires_grad(*query, *key, *value, sink);
+    *result = new Tensor(
+        FlashAttention::apply(*query, *key, *value, sink, causal != 0, window, scale, is_recorded));
   });
 }
 }

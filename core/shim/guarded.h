@@ -1,6 +1,7 @@
 // What every function of the shim does: it returns 0, or 1 with a message in `error`; no exception leaves it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
@@ -31,6 +32,12 @@ int guarded(const ErrorBuffer* error, F&& work) {
     report(error, "unknown C++ exception");
   }
   return 1;
+}
+
+// Whether nothing else refers to a tensor or its memory, and it is laid out without gaps: it may then be
+// changed in place.
+bool is_sole_owner(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 && tensor.is_contiguous();
 }
 
 }  // namespace

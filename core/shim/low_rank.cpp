@@ -38,14 +38,6 @@ Tensor master_product(const Tensor& left, const Tensor& right) {
   return at::mm(left, right).to(at::kFloat);
 }
 
-// Whether nothing else refers to the values of a tensor. Memory that cannot be resized was not taken from libtorch's
-// allocator, and somebody may hold it whom libtorch does not know.
-bool belongs_to_nobody_else(const Tensor& tensor) {
-  const auto& storage = tensor.storage();
-  return tensor.use_count() == 1 && storage.use_count() == 1 && tensor.is_contiguous() &&
-         storage.unsafeGetStorageImpl()->resizable();
-}
-
 struct LowRankNode final : public torch::autograd::Node {
   enum Input { X, OUTPUT, A, B, NUM_INPUTS };
 
@@ -116,8 +108,9 @@ int bs_add_low_rank(const Tensor* x, const Tensor* output, const Tensor* a, cons
       node = std::shared_ptr<LowRankNode>(new LowRankNode(scaling), torch::autograd::deleteNode);
       node->set_next_edges(torch::autograd::collect_next_edges(*x, *output, *a, *b));
     }
-    // A graph that kept the output for its own backward refers to its memory.
-    bool may_be_changed = belongs_to_nobody_else(*output);
+    // A graph that kept the output for its own backward refers to its memory. What cannot be resized was not
+    // taken from libtorch's allocator, and somebody may hold it whom libtorch does not know.
+    bool may_be_changed = is_sole_owner(*output) && output->storage().unsafeGetStorageImpl()->resizable();
     Tensor cast_a, cast_b, inner, sum;
     {
       at::AutoDispatchBelowADInplaceOrView no_history;

@@ -148,9 +148,7 @@ int bs_tensor_over(void* data, int64_t num_bytes, int device_type, int index, vo
 }
 
 int bs_is_sole_owner(const Tensor* tensor, int* result, const ErrorBuffer* error) {
-  return guarded(error, [&] {
-    *result = tensor->use_count() == 1 && tensor->storage().use_count() == 1 && tensor->is_contiguous();
-  });
+  return guarded(error, [&] { *result = is_sole_owner(*tensor); });
 }
 
 // Euclidean norms, one scalar per tensor.

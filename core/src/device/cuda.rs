@@ -80,6 +80,9 @@ pub(super) fn libtorch_folder() -> Option<PathBuf> {
     path.parent().map(PathBuf::from)
 }
 
+/// Compute capability from which there are bf16 and its products, and flash attention.
+pub(super) const BF16_CAPABILITY: (i32, i32) = (8, 0);
+
 pub(super) fn context(index: usize) -> Result<Arc<CudaContext>> {
     driver()?;
     // The primary context: the one that libtorch uses.

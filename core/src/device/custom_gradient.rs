@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-use super::torch_shim::{ErrorBuffer, checked};
+use super::torch_shim::{ErrorBuffer, made};
 use crate::error::{Error, Result};
 
 /// Makes the gradient of the input from the gradient of the output. libtorch calls it from the thread that
@@ -45,24 +45,21 @@ pub(crate) fn with_gradient(
 ) -> Result<Tensor> {
     let closure: Backward = Box::new(backward);
     let closure = Box::into_raw(Box::new(closure));
-    let mut result = std::ptr::null_mut();
-    checked(|error| {
-        // SAFETY: both tensors are live for the call. The closure is given away: the shim hands it to
-        // `call`, one call at a time, and once to `release`. `result` receives one new handle.
-        unsafe {
+    // SAFETY: both tensors are live for the call, which makes one new tensor. The closure is given away: the shim
+    // hands it to `call`, one call at a time, and once to `release`.
+    unsafe {
+        made(|result, error| {
             bs_with_gradient(
                 input.as_ptr(),
                 output.as_ptr(),
                 closure.cast(),
                 call,
                 release,
-                &raw mut result,
+                result,
                 error,
             )
-        }
-    })?;
-    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
-    Ok(unsafe { Tensor::from_ptr(result) })
+        })
+    }
 }
 
 unsafe extern "C" fn release(closure: *mut c_void) {

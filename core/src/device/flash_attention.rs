@@ -7,12 +7,9 @@ use std::sync::{Mutex, PoisonError};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use super::cuda::context;
-use super::torch_shim::{ErrorBuffer, checked};
+use super::cuda::{BF16_CAPABILITY, context};
+use super::torch_shim::{ErrorBuffer, made};
 use crate::error::Result;
-
-/// Of a device that flash attention runs on: Ampere and later.
-const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
 unsafe extern "C" {
     fn bs_flash_attention(
@@ -35,12 +32,12 @@ pub(crate) fn has_flash_attention(device: Device) -> bool {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     *known.entry(index).or_insert_with(|| {
         let capability = context(index).ok().and_then(|context| context.compute_capability().ok());
-        capability.is_some_and(|capability| capability >= LEAST_CAPABILITY)
+        capability.is_some_and(|capability| capability >= BF16_CAPABILITY)
     })
 }
 
 /// `softmax(scale * query key^T) value`, `[batch, heads, sequence, head_dim]` in 16 bits, `head_dim` a multiple of
-/// 8 up to 256, on a device that [has it](has_flash_attention). The heads of `key` and `value` divide those of
+/// 8 up to 192, on a device that [has it](has_flash_attention). The heads of `key` and `value` divide those of
 /// `query`. A query sees `window` keys up to its own, if there is one, and its head's sink, a score without a
 /// value, where there are `sinks` `[heads]`. Gradients go to all of them.
 ///
@@ -57,10 +54,9 @@ pub(crate) fn flash_attention(
     window: Option<i64>,
     scale: f64,
 ) -> Result<Tensor> {
-    let mut result = std::ptr::null_mut();
-    checked(|error| {
-        // SAFETY: all tensors are live for the call, `sinks` may be null, and `result` receives one new handle.
-        unsafe {
+    // SAFETY: all tensors are live for the call, `sinks` may be null, and it makes one new tensor.
+    unsafe {
+        made(|result, error| {
             bs_flash_attention(
                 query.as_ptr(),
                 key.as_ptr(),
@@ -69,11 +65,9 @@ pub(crate) fn flash_attention(
                 c_int::from(causal),
                 window.unwrap_or_default(),
                 scale,
-                &raw mut result,
+                result,
                 error,
             )
-        }
-    })?;
-    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
-    Ok(unsafe { Tensor::from_ptr(result) })
+        })
+    }
 }

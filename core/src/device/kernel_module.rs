@@ -7,12 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaContext, result, sys};
 use tch::{Device, Tensor};
 
-use super::cuda::{context, failed, libtorch_folder};
+use super::cuda::{BF16_CAPABILITY, context, failed, libtorch_folder};
 use super::nvrtc;
 use crate::error::{Error, Result};
-
-/// Compute capability from which there are bf16 and its products.
-const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 
 /// What was made of one source for each device that asked; `None` where that failed.
 pub(super) type PerDevice<T> = Mutex<Option<HashMap<usize, Option<Arc<T>>>>>;
@@ -66,7 +63,7 @@ impl KernelModule {
         let text = |error: Error| error.to_string();
         let context = context(index).map_err(text)?;
         let capability = context.compute_capability().map_err(|error| error.to_string())?;
-        if capability < LEAST_CAPABILITY {
+        if capability < BF16_CAPABILITY {
             let (major, minor) = capability;
             return Err(format!(
                 "they need compute capability 8.0, but the device has {major}.{minor}"

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-use super::torch_shim::{ErrorBuffer, checked};
+use super::torch_shim::{ErrorBuffer, made};
 use crate::error::Result;
 
 unsafe extern "C" {
@@ -39,13 +39,7 @@ pub(crate) fn add_low_rank(
     b: &Tensor,
     scaling: f64,
 ) -> Result<Tensor> {
-    let mut result = std::ptr::null_mut();
-    checked(|error| {
-        let [x, output, a, b] = [x, &output, a, b].map(Tensor::as_ptr);
-        // SAFETY: all four tensors are live for the call, and `output` is not used after it. `result` receives
-        // one new handle.
-        unsafe { bs_add_low_rank(x, output, a, b, scaling, &raw mut result, error) }
-    })?;
-    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
-    Ok(unsafe { Tensor::from_ptr(result) })
+    let [x, output, a, b] = [x, &output, a, b].map(Tensor::as_ptr);
+    // SAFETY: all four tensors are live for the call, and `output` is not used after it. It makes one new tensor.
+    unsafe { made(|result, error| bs_add_low_rank(x, output, a, b, scaling, result, error)) }
 }

@@ -81,6 +81,19 @@ pub(super) fn checked(call: impl FnOnce(*const ErrorBuffer) -> c_int) -> Result<
     }
 }
 
+/// What a shim call makes: it is given a place for one handle, and a buffer for its message.
+///
+/// # Safety
+/// Where `call` returns 0 it must have put a new handle into the place, and given it away.
+pub(super) unsafe fn made(
+    call: impl FnOnce(*mut *mut C_tensor, *const ErrorBuffer) -> c_int,
+) -> Result<Tensor> {
+    let mut result = std::ptr::null_mut();
+    checked(|error| call(&raw mut result, error))?;
+    // SAFETY: the call succeeded, so this is the handle that the caller promises.
+    Ok(unsafe { Tensor::from_ptr(result) })
+}
+
 pub(super) fn pointers(tensors: &[&Tensor]) -> Vec<*const C_tensor> {
     tensors.iter().map(|tensor| tensor.as_ptr()).collect()
 }
@@ -144,13 +157,9 @@ pub fn dropout(x: &Tensor, probability: f64, seed: u64) -> Result<Tensor> {
     if probability == 0.0 {
         return Ok(x.shallow_clone());
     }
-    let mut mask = std::ptr::null_mut();
-    checked(|error| {
-        // SAFETY: `x` is live for the call and `mask` receives one new handle.
-        unsafe { bs_dropout_mask(x.as_ptr(), 1.0 - probability, seed, &raw mut mask, error) }
-    })?;
-    // SAFETY: the shim succeeded, so `mask` is a new handle that it gave away.
-    let mask = unsafe { Tensor::from_ptr(mask) };
+    let keep = 1.0 - probability;
+    // SAFETY: `x` is live for the call, which makes one new tensor.
+    let mask = unsafe { made(|mask, error| bs_dropout_mask(x.as_ptr(), keep, seed, mask, error)) }?;
     Ok(x.f_mul(&mask)?)
 }
 
@@ -164,13 +173,8 @@ pub fn upload(host: &Tensor, device: Device) -> Result<Tensor> {
         return Ok(host.f_to_device(device)?);
     }
     let (kind, index) = device_numbers(device)?;
-    let mut result = std::ptr::null_mut();
-    checked(|error| {
-        // SAFETY: `host` is live for the call and `result` receives one new handle.
-        unsafe { bs_upload(host.as_ptr(), kind, index, &raw mut result, error) }
-    })?;
-    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
-    Ok(unsafe { Tensor::from_ptr(result) })
+    // SAFETY: `host` is live for the call, which makes one new tensor.
+    unsafe { made(|result, error| bs_upload(host.as_ptr(), kind, index, result, error)) }
 }
 
 /// The bytes of a host buffer as a tensor (uint8) that kernels of `device` read over the link, a row at a
@@ -195,12 +199,11 @@ pub(crate) fn tensor_over<O: Send + Sync + ?Sized + 'static>(
     // c10::DeviceType::CPU is 0, and has no index.
     let (kind, index) = if device == Device::Cpu { (0, -1) } else { device_numbers(device)? };
     let owner = Box::into_raw(Box::new(Arc::clone(owner)));
-    let mut result = std::ptr::null_mut();
-    checked(|error| {
-        // SAFETY: the buffer borrows from what `owner` points to, so it stays while a clone of the `Arc`
-        // does; the shim hands that clone to `release` once, after the last use of the memory or when it
-        // fails. `result` receives one new handle.
-        unsafe {
+    // SAFETY: the buffer borrows from what `owner` points to, so it stays while a clone of the `Arc` does; the
+    // shim hands that clone to `release` once, after the last use of the memory or when it fails. The call
+    // makes one new tensor.
+    let tensor = unsafe {
+        made(|result, error| {
             bs_tensor_over(
                 address as *mut c_void,
                 num_bytes,
@@ -208,13 +211,12 @@ pub(crate) fn tensor_over<O: Send + Sync + ?Sized + 'static>(
                 index,
                 owner.cast(),
                 release::<O>,
-                &raw mut result,
+                result,
                 error,
             )
-        }
-    })?;
-    // SAFETY: the shim succeeded, so `result` is a new handle that it gave away.
-    Ok(Some(unsafe { Tensor::from_ptr(result) }))
+        })
+    };
+    tensor.map(Some)
 }
 
 /// The same values in memory that nothing else refers to, so that they may be changed in place: `tensor`

@@ -82,11 +82,15 @@ impl<'a> Cut<'a> {
         let mut best: Option<(Merit, Fitted<'a>)> = None;
         let mut refusal = None;
         for num_groups in self.candidates().into_iter().filter(|groups| *groups >= least) {
-            if best.as_ref().is_some_and(|(best, _)| best.is_enough && best.disk_bytes == 0) {
+            let coarser = best.as_ref().map(|(merit, _)| *merit);
+            let has_enough = coarser.is_some_and(|it| it.is_enough);
+            if has_enough && coarser.is_some_and(|it| it.disk_bytes == 0) {
                 break;
             }
             let fitted = match self.cut(num_groups, trained) {
                 Ok(fitted) => fitted,
+                // Shards are cut in one way.
+                Err(_) if has_enough => break,
                 Err(error) => {
                     refusal.get_or_insert(error);
                     continue;
@@ -103,13 +107,13 @@ impl<'a> Cut<'a> {
                     Merit { room: (0, Reverse(missing_bytes)), is_enough: false, disk_bytes: 0 }
                 }
                 // A good cut is at hand.
-                Err(_) if best.as_ref().is_some_and(|(best, _)| best.is_enough) => break,
+                Err(_) if has_enough => break,
                 Err(error) => return Err(error.into()),
             };
-            match &best {
-                Some((best, _)) if !merit.beats(best) && best.is_enough => break,
-                Some((best, _)) if !merit.beats(best) => {}
-                _ => best = Some((merit, fitted)),
+            if coarser.is_none_or(|coarser| merit.beats(&coarser)) {
+                best = Some((merit, fitted));
+            } else if has_enough {
+                break;
             }
         }
         let (_, fitted) = match (best, refusal) {
